@@ -1,0 +1,157 @@
+"""The protocols that plugins implement: `Backend`, `Model`, `Linear`, `Sampler`, `RouteGroup`.
+
+A plugin author reads hookspecs.py for when things are called, and this page for what they must do.
+Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C width, H heads, N head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+Activation = Literal["none", "relu2", "tanh", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of an RWKV-7 model."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    head_size: int
+    n_ffn: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How the user wants a model loaded; 'auto' leaves the choice to the backend.
+
+    Args:
+        device: a torch device string, e.g. 'cpu' or 'cuda:0'.
+        dtype: compute type: 'auto', 'float32', 'bfloat16' or 'float16'.
+        state_dtype: type of the resident WKV states: 'auto', 'float32' or 'float16'.
+        deterministic: a row's logits must not depend on its neighbours, bit for bit.
+    """
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    state_dtype: str = "auto"
+    deterministic: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """One ragged step: row i feeds tokens[offsets[i]:offsets[i+1]] to the state in slots[i].
+
+    Args:
+        tokens: [T] int32, flat, row after row; every row has at least one token.
+        offsets: [R+1] int32, offsets[0] == 0 and offsets[R] == T.
+        slots: [R] int32, distinct.
+        logit_positions: [S] int64, positions in `tokens` after which logits are wanted.
+    """
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    slots: torch.Tensor
+    logit_positions: torch.Tensor
+
+
+@runtime_checkable
+class SlotStates(Protocol):
+    """The resident recurrent states of one model, `count` of them."""
+
+    count: int
+    nbytes_per_slot: int
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """Set these slots to the zero state."""
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy each (source, destination) slot; sources are untouched, destinations distinct."""
+
+    def export(self, slot: int) -> Any:
+        """A lossless snapshot of one slot in host memory, independent of later changes to the slot."""
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        """Put a snapshot made by `export` into a slot, bit for bit."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A loaded model: what the runner drives."""
+
+    config: ModelConfig
+    dtype: str  # compute type, for the banner
+    device: str
+    description: str  # one line for the banner: which kernels serve and why
+
+    def new_states(self, count: int) -> SlotStates:
+        """Room for `count` resident states."""
+
+    def state_nbytes(self) -> int:
+        """Bytes of one resident state."""
+
+    def forward(self, batch: Batch, states: SlotStates) -> torch.Tensor:
+        """Feed the batch, advance the states in place, and return float32 logits [S, V].
+
+        The returned tensor may be a buffer that the next call overwrites.
+        """
+
+
+class Linear(Protocol):
+    """y = activation(x @ W.T) with a weight W of [out_features, in_features] in whatever form the backend keeps it."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(
+        self, x: torch.Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x [T, in_features] contiguous, in the compute type -> [T, out_features] in `dtype` (the compute type)."""
+
+
+class Backend(Protocol):
+    """A weight loader: turns one kind of model file into a `Model` on a device."""
+
+    def probe(self, device: str) -> str | None:
+        """None when usable on this device, else why not and the way out, in one sentence."""
+
+    def load(self, path: Path, options: LoadOptions) -> Model:
+        """Load a model file. Raises CheckpointError naming what is wrong and what to do."""
+
+
+class SamplerRow(Protocol):
+    """A row's own sampling memory: penalties, random stream, position. Moves with the row, never with a slot."""
+
+
+class Sampler(Protocol):
+    """Draws the next token of many rows at once."""
+
+    def validate(self, values: Mapping[str, Any]) -> Any:
+        """Check the sampling fields of a request and return this sampler's options.
+
+        Unknown names are ignored. Raises errors.InvalidField naming the field and its range.
+        """
+
+    def open(self, options: Any, seed: int, row: int) -> SamplerRow:
+        """Begin a row: fresh penalties, random stream (seed, row), position 0."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> Sequence[int]:
+        """Draw one token per row from float32 logits [len(rows), V] and advance the rows.
+
+        A row whose logits hold NaN (or no finite value) gets -1 and is not advanced. `logits` may be overwritten.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling fields that samplers know by name (defaults.md). Samplers read what they use."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
