@@ -7,7 +7,7 @@ Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C wid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -117,6 +117,25 @@ class Linear(Protocol):
         """x [T, in_features] contiguous, in the compute type -> [T, out_features] in `dtype` (the compute type)."""
 
 
+class WeightSource(Protocol):
+    """One open model file, as core/rwkv7.py asks for it. Names are those of the official layout."""
+
+    config: ModelConfig
+
+    def linear(self, name: str) -> Linear:
+        """The operator of a matrix, by its official name, e.g. 'blocks.0.att.key.weight' or 'head.weight'.
+
+        The low-rank pairs ('blocks.0.att.w1' ...) are stored as [in, out] in the official layout; the source
+        transposes, so that every operator maps its input width to its output width.
+        """
+
+    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T] int32 -> [T, C] float32 rows of emb.weight (before ln0)."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A small tensor (norms, mixes, biases, k_k, r_k ...) as flat float32 on the device."""
+
+
 class Backend(Protocol):
     """A weight loader: turns one kind of model file into a `Model` on a device."""
 
@@ -148,10 +167,3 @@ class Sampler(Protocol):
 
         A row whose logits hold NaN (or no finite value) gets -1 and is not advanced. `logits` may be overwritten.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The sampling fields that samplers know by name (defaults.md). Samplers read what they use."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
