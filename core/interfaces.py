@@ -1,4 +1,4 @@
-"""The protocols that plugins implement: `Backend`, `Model`, `Linear`, `Sampler`, `RouteGroup`.
+"""What plugins implement and are given: `Backend`, `Model`, `Linear`, `Sampler`, `RouteGroup`, `ServerContext`.
 
 A plugin author reads hookspecs.py for when things are called, and this page for what they must do.
 Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C width, H heads, N head size.
@@ -6,13 +6,22 @@ Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+    from fastapi import APIRouter, Request, Response
+
+    from rwkv_lightning.core.config import Settings
+    from rwkv_lightning.core.errors import RequestError
+    from rwkv_lightning.core.host import PluginHost
+    from rwkv_lightning.core.http import Call
+    from rwkv_lightning.core.metrics import Metrics
+    from rwkv_lightning.core.models import ModelManager
 
 Activation = Literal["none", "relu2", "tanh", "sigmoid"]
 
@@ -150,6 +159,19 @@ class SamplerRow(Protocol):
     """A row's own sampling memory: penalties, random stream, position. Moves with the row, never with a slot."""
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerContext:
+    """What a sampler's factory is told about the model it will serve.
+
+    Args:
+        vocab_size: V, the length of a row of logits.
+        token_bytes: the bytes of each token id, V of them; empty for ids without text.
+    """
+
+    vocab_size: int
+    token_bytes: Sequence[bytes]
+
+
 class Sampler(Protocol):
     """Draws the next token of many rows at once."""
 
@@ -167,3 +189,65 @@ class Sampler(Protocol):
 
         A row whose logits hold NaN (or no finite value) gets -1 and is not advanced. `logits` may be overwritten.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class BodyClaim:
+    """A claim on a path that several groups share: requests whose JSON body holds `key` go to `handle`.
+
+    A key counts when its value is neither null nor an empty list. Core owns such a path, parses the body once and
+    asks the claims; a body with the keys of two claims is refused.
+
+    Args:
+        method: 'POST'.
+        path: the shared path, e.g. '/v1/chat/completions'.
+        key: the body's top-level key that decides.
+        label: how an error names this kind of body, e.g. 'native batch'.
+        handle: awaited with the call: the request, its parsed body without the password, who calls.
+        body_schema: JSON schema of the body, for /openapi.json.
+        fallback: this claim also gets the bodies that hold nobody's key (at most one per path).
+    """
+
+    method: str
+    path: str
+    key: str
+    label: str
+    handle: Callable[[Call], Awaitable[Response]]
+    body_schema: Mapping[str, Any]
+    fallback: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouteGroup:
+    """Routes that speak one wire form.
+
+    Args:
+        name: unique; requests are counted and errors rendered under it.
+        router: its routes. A method and path that another group has too stops the start.
+        render_error: turns any RequestError raised under these routes into the group's error form.
+        validation_status: the status of an `InvalidField` here, 400 or 422.
+        claims: what it wants of paths that several groups share.
+        prefixes: paths under which even unknown paths and methods are answered in this group's error form.
+    """
+
+    name: str
+    router: APIRouter
+    render_error: Callable[[Request, RequestError], Response]
+    validation_status: int = 400
+    claims: Sequence[BodyClaim] = ()
+    prefixes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """The server's parts, as route groups and the life-cycle hooks see them.
+
+    Args:
+        started: `time.monotonic()` at the start of the server.
+    """
+
+    settings: Settings
+    host: PluginHost
+    models: ModelManager
+    metrics: Metrics
+    started: float = field(default_factory=time.monotonic)

@@ -1,0 +1,1 @@
+"""Measurements of this server, and the random checkpoints they run on."""

@@ -1,0 +1,1 @@
+"""The serving core: settings, plugin host, scheduler, engine, model and the HTTP application."""

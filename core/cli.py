@@ -1,0 +1,186 @@
+"""The command line: `rwkv-lightning serve | inspect | plugins`.
+
+`serve` is meant when the first argument is an option. Whatever stops a command is one sentence on stderr and exit
+code 1; a plugin's failure shows its traceback too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from rwkv_lightning.core.config import Settings, load_settings
+from rwkv_lightning.core.config_sources import ENVIRONMENT_ONLY, PREFIX, suggestion
+from rwkv_lightning.core.errors import PluginError, SettingsError, StartError
+from rwkv_lightning.core.options import add_options
+
+PROGRAM = "rwkv-lightning"
+
+ABOUT = (
+    "An inference server for RWKV-7: one shared batch, one state hierarchy, pluggable backends, samplers and routes."
+)
+
+EXAMPLES = """\
+examples:
+  rwkv-lightning serve
+      the embedded demo model on port 8000
+  rwkv-lightning serve --model-path rwkv7-g1-0.4b --threads 8
+      a model of yours: .pth or .safetensors
+  RWKV_LIGHTNING_PASSWORD=secret rwkv-lightning serve --config server.toml --port 9000
+      settings from a file, the password from the environment; the command line wins
+  rwkv-lightning serve --plugin min-p
+      with an installed plugin; rwkv-lightning plugins lists them"""
+
+SERVE_NOTE = f"""\
+Each option may stand in a TOML file (--config) under its name, e.g. max-batch = 64, or in the environment under the
+name in brackets; lists take commas there. The command line wins over the environment, the environment over the file.
+A plugin's own settings: [plugins.NAME] in the file, {PREFIX}NAME__KEY in the environment.
+
+other environment variables:
+""" + "\n".join(f"  {PREFIX}{name}\n      {text}" for name, text in ENVIRONMENT_ONLY.items())
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are SettingsErrors and whose unknown options get a suggestion."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, exit_on_error=False, **kwargs
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+    def refuse(self, unknown: str) -> NoReturn:
+        """Raise SettingsError for an argument that nobody takes."""
+        name = unknown.partition("=")[0]
+        if not name.startswith("-"):
+            raise SettingsError(f"unexpected argument {name!r}; see {self.prog} --help")
+        raise SettingsError(f"unknown option {name}{suggestion(name, self._option_string_actions)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the result is the exit code."""
+    try:
+        return run(list(sys.argv[1:] if arguments is None else arguments))
+    except StartError as error:
+        if isinstance(error, PluginError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # rwkv-lightning plugins | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(arguments: list[str]) -> int:
+    parser, commands = build_parsers()
+    if not arguments:
+        parser.print_help()
+        return 0
+    if arguments[0] in ("-h", "--help", "--version"):
+        parser.parse_args(arguments)
+    command, rest = ("serve", arguments) if arguments[0].startswith("-") else (arguments[0], arguments[1:])
+    if command not in commands:
+        hint = suggestion(command, commands, otherwise=f"; there are {', '.join(commands)}")
+        raise SettingsError(f"unknown command {command!r}{hint}")
+    options = parse(commands[command], rest)
+    COMMANDS[command](options)
+    return 0
+
+
+def parse(parser: Parser, arguments: list[str]) -> dict[str, Any]:
+    """The options given, by the setting's name. Raises SettingsError."""
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        name = error.argument_name
+        raise SettingsError(f"{name}: {error.message}" if name else error.message) from None
+    if unknown:
+        parser.refuse(unknown[0])
+    return vars(known)
+
+
+def build_parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser that shows the overview, and the commands' own."""
+    overview = "\n".join(f"  {name:8} {text}" for name, text in SUMMARIES.items())
+    top = Parser(
+        prog=PROGRAM,
+        description=f"{ABOUT}\n\ncommands:\n{overview}\n\n{PROGRAM} COMMAND --help explains each.",
+        usage=f"{PROGRAM} [COMMAND] [OPTIONS]",
+        epilog=EXAMPLES,
+    )
+    top.add_argument("--version", action="version", version=f"{PROGRAM} {version(PROGRAM)}")
+    serve, inspect, plugins = (_command(name) for name in SUMMARIES)
+    add_options(serve)
+    serve.epilog = f"{SERVE_NOTE}\n\n{EXAMPLES}"
+    inspect.add_argument("file", help="the model file; tried as given, then with .pth, then with .safetensors")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object")
+    plugins.add_argument("--json", action="store_true", help="print a JSON list")
+    add_options(plugins, ("general", "engine", "plugins"))
+    return top, {"serve": serve, "inspect": inspect, "plugins": plugins}
+
+
+def _command(name: str) -> Parser:
+    return Parser(prog=f"{PROGRAM} {name}", description=SUMMARIES[name], usage=f"{PROGRAM} {name} [OPTIONS]")
+
+
+def serve(options: dict[str, Any]) -> None:
+    settings = load_settings(options)
+    from rwkv_lightning.core import server
+
+    server.serve(settings)
+
+
+def inspect(options: dict[str, Any]) -> None:
+    """Print what a model file is."""
+    from rwkv_lightning.core.checkpoint import Checkpoint, resolve_model_path
+
+    checkpoint = Checkpoint.open(resolve_model_path(options["file"]))
+    facts = {
+        "file": str(checkpoint.path),
+        "size": checkpoint.path.stat().st_size,
+        "architecture": "RWKV-7",
+        **dataclasses.asdict(checkpoint.config),
+        "parameters": checkpoint.parameters,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "fingerprint": checkpoint.fingerprint,
+    }
+    width = max(map(len, facts))
+    print(json.dumps(facts) if options["json"] else "\n".join(f"{k:{width}}  {_number(v)}" for k, v in facts.items()))
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def plugins(options: dict[str, Any]) -> None:
+    """Print what is registered and what is installed."""
+    as_json = options.pop("json")
+    settings: Settings = load_settings(options)
+    from rwkv_lightning.core.host import PluginHost
+    from rwkv_lightning.core.listing import as_table, listings
+    from rwkv_lightning.core.models import load_options
+
+    lines = listings(PluginHost(settings), load_options(settings).device)
+    print(json.dumps([dataclasses.asdict(line) for line in lines], indent=2) if as_json else as_table(lines))
+
+
+SUMMARIES = {
+    "serve": "serve a model over HTTP (the default when the first argument is an option)",
+    "inspect": "say what a model file is: shape, type, size, fingerprint",
+    "plugins": "list backends, samplers and route groups, where they come from and whether they work here",
+}
+COMMANDS = {"serve": serve, "inspect": inspect, "plugins": plugins}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The RWKV-7 forward ("Goose", x070), written once over the linear operators that a backend supplies.
+
+What lies between the operators is in kernels/: token shift with its norm, the recurrence, the norm of chosen rows.
+The residual stream and the shift states are float32; the operators' inputs and outputs have the compute type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from rwkv_lightning.core.slots import SlotPool
+from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
+from rwkv_lightning.kernels import recurrent
+from rwkv_lightning.kernels.linear import LinearGroup, PackedLinear, ReferenceLinear
+from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.interfaces import Activation, Batch, Linear, SlotStates, WeightSource
+
+
+class RWKV7:
+    """A loaded model: implements `interfaces.Model` over any `WeightSource`.
+
+    Args:
+        source: the open model file.
+        device: where it runs, e.g. 'cpu'.
+        dtype: compute type of the operators.
+        state_dtype: type of the resident wkv states, float32 or float16.
+        description: the backend's part of the banner line.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        description: str,
+    ) -> None:
+        kernels = recurrent.select(device)
+        self.config = source.config
+        self.device = str(device)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.description = f"{description}; recurrence: {kernels.why}"
+        self._embedding = source.embedding
+        self._state_dtype = state_dtype
+        self._workspace = Workspace(source.config.n_embd, dtype, device)
+        self._embed_norm = kernels.norm_rows(*_norm(source, "blocks.0.ln0"))
+        self._layers = [_Layer(source, kernels, index) for index in range(source.config.n_layer)]
+        self._final_norm = kernels.norm_rows(*_norm(source, "ln_out"))
+        self._head = _Operators("head", [source.linear("head.weight")], dtype=torch.float32)
+
+    def new_states(self, count: int) -> SlotPool:
+        """Room for `count` resident states; a slot must be reset or restored before its first use."""
+        return SlotPool(self.config, count, dtype=self._state_dtype, device=self.device)
+
+    def state_nbytes(self) -> int:
+        """Bytes of one resident state."""
+        c = self.config
+        wkv = c.n_head * c.head_size**2 * self._state_dtype.itemsize
+        return c.n_layer * (wkv + 2 * c.n_embd * torch.float32.itemsize)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, states: SlotStates) -> torch.Tensor:
+        """Feed the batch, advance the states in place, and return float32 logits [S, V].
+
+        The returned tensor is a buffer that the next call overwrites.
+
+        Raises:
+            ValueError: a token, slot, offset or position is out of range; nothing has been changed then.
+        """
+        pool = cast("SlotPool", states)
+        rows = _check(batch, self.config.vocab_size, pool.count)
+        b = self._workspace.buffers(rows.tokens)
+        self._embed_norm(self._embedding(batch.tokens), None, None, b.x)
+        delta = None
+        for index, layer in enumerate(self._layers):
+            delta = layer.time_mix(b.x, delta, pool.shift[index, 0], pool.wkv[index], rows, b)
+            layer.mix_channels(b.x, delta, pool.shift[index, 1], rows, b.channel_in)
+            if layer is not self._layers[-1]:
+                delta = layer.feed_forward(b.channel_inputs, b)
+        return self._logits(b, batch.logit_positions)
+
+    def _logits(self, b: Buffers, positions: torch.Tensor) -> torch.Tensor:
+        """The last layer's feed-forward, the final norm and the head, only where logits are wanted."""
+        if not positions.numel():
+            return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=positions.device)
+        chosen = self._workspace.buffers(positions.numel())
+        inputs = (b.channel_inputs[0].index_select(0, positions),)
+        delta = self._layers[-1].feed_forward(inputs, chosen)
+        self._final_norm(b.x, positions, delta, chosen.y)
+        return self._head((chosen.y,), chosen)[0]
+
+
+class _Layer:
+    """One layer: its small weights in kernels, its matrices in groups of operators that run together."""
+
+    def __init__(self, source: WeightSource, kernels: recurrent.Kernels, index: int) -> None:
+        name = f"blocks.{index}."
+        att, ffn = f"{name}att.", f"{name}ffn."
+        mixes = torch.stack([source.tensor(f"{att}x_{letter}") for letter in MIXES])
+        self._is_first = index == 0
+        self.mix_tokens = kernels.shift_mix(*_norm(source, f"{name}ln1"), mixes)
+        self.wkv7 = kernels.wkv7(_head_weights(source, att, self._is_first), source.config.n_head)
+        self.mix_channels = kernels.shift_mix(*_norm(source, f"{name}ln2"), source.tensor(f"{ffn}x_k").unsqueeze(0))
+
+        def operators(group: str, names: str, *activations: Activation) -> _Operators:
+            return _Operators(group, [source.linear(name + each) for each in names.split()], activations)
+
+        v1, v2 = ("", "") if self._is_first else (" att.v1", " att.v2")
+        matrices = "att.receptance.weight att.key.weight att.value.weight"
+        shapes: tuple[Activation, ...] = ("none", "none", "none", "tanh", "none", "sigmoid")
+        self.project = operators("project", f"{matrices} att.w1 att.a1 att.g1{v1}", *shapes)
+        self.expand = operators("expand", f"att.w2 att.a2 att.g2{v2}")
+        self.output = operators("output", "att.output.weight")
+        self.key = operators("key", "ffn.key.weight", "relu2")
+        self.value = operators("value", "ffn.value.weight")
+
+    def time_mix(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        shift: torch.Tensor,
+        wkv: torch.Tensor,
+        rows: Rows,
+        b: Buffers,
+    ) -> torch.Tensor:
+        """Add `delta` to the residual stream x, and return what time mixing adds next."""
+        self.mix_tokens(x, delta, shift, rows, b.time_in)
+        r, k, v, *low = self.project(b.first_time_inputs if self._is_first else b.time_inputs, b)
+        w, a, g, *v_mix = self.expand(low, b)
+        given = Projections(r, k, v, w, a, g, v_mix[0] if v_mix else None)
+        self.wkv7(given, b.v_first, wkv, rows, b.y)
+        return self.output((b.y,), b)[0]
+
+    def feed_forward(self, mixed: Sequence[torch.Tensor], b: Buffers) -> torch.Tensor:
+        """What channel mixing adds to the residual stream, from its token-shifted input."""
+        return self.value(self.key(mixed, b), b)[0]
+
+
+class _Operators:
+    """Linear operators that run together, into buffers that stay, where they can."""
+
+    def __init__(
+        self,
+        name: str,
+        linears: Sequence[Linear],
+        activations: Sequence[Activation] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._name = name
+        self._linears = linears
+        self._widths = tuple(linear.out_features for linear in linears)
+        self._activations = (*activations, *["none"] * (len(linears) - len(activations)))
+        self._dtype = dtype
+        own = [linear for linear in linears if isinstance(linear, PackedLinear | ReferenceLinear)]
+        self._group = LinearGroup(own) if len(own) == len(linears) else None
+
+    def __call__(self, xs: Sequence[torch.Tensor], b: Buffers) -> Sequence[torch.Tensor]:
+        """One result [T, out_features] per operator and input; the next call may overwrite them."""
+        if self._group is None:
+            calls = zip(self._linears, xs, self._activations, strict=True)
+            return [linear(x, activation, self._dtype) for linear, x, activation in calls]
+        return self._group(xs, self._activations, outs=b.outputs(self._name, self._widths, self._dtype))
+
+
+def _norm(source: WeightSource, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return source.tensor(f"{name}.weight"), source.tensor(f"{name}.bias")
+
+
+def _head_weights(source: WeightSource, att: str, is_first: bool) -> HeadWeights:
+    v0 = None if is_first else source.tensor(f"{att}v0")
+    w0, a0, k_k, k_a, r_k = (source.tensor(att + name) for name in ("w0", "a0", "k_k", "k_a", "r_k"))
+    return HeadWeights(w0, a0, v0, k_k, k_a, r_k, *_norm(source, f"{att}ln_x"))
+
+
+def _check(batch: Batch, vocab_size: int, slot_count: int) -> Rows:
+    """The row structure of a batch whose every index is in range: the kernels check nothing."""
+    tokens, offsets, slots = batch.tokens.numel(), batch.offsets.tolist(), batch.slots.tolist()
+    lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    if len(offsets) != len(slots) + 1 or not slots or offsets[0] != 0 or offsets[-1] != tokens or min(lengths) < 1:
+        raise ValueError(f"batch.offsets {offsets} do not cut {tokens} tokens into {len(slots)} rows")
+    if len(set(slots)) < len(slots) or min(slots) < 0 or max(slots) >= slot_count:
+        raise ValueError(f"batch.slots {slots} must be distinct and lie in 0..{slot_count - 1}")
+    _check_range("tokens", batch.tokens, vocab_size)
+    _check_range("logit_positions", batch.logit_positions, tokens)
+    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), tokens)
+
+
+def _check_range(name: str, values: torch.Tensor, end: int) -> None:
+    if values.numel() and (int(values.min()) < 0 or int(values.max()) >= end):
+        raise ValueError(f"batch.{name} must lie in 0..{end - 1}; they reach from {values.min()} to {values.max()}")

@@ -1,0 +1,204 @@
+"""One row being produced (`Sequence`), the rows of a request (`Group`), and one turn of the engine (`Step`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+from rwkv_lightning.core.interfaces import Sampler, SamplerRow
+from rwkv_lightning.core.request import Event, FinishReason, GenerationRequest, TokenLogprob, Usage
+
+
+class TextOutput(Protocol):
+    """Turns a row's tokens into text as far as it is certain, and watches for its stop texts."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop text has appeared; the text handed out ends before it."""
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token, perhaps none."""
+
+    def flush(self) -> str:
+        """The text held back so far, at the end of a row that did not stop on a stop text."""
+
+
+class RowParts(NamedTuple):
+    """What a row brings along besides its prompt.
+
+    Args:
+        snapshot: the initial state (from `SlotStates.export`), None for the zero state.
+        cached: how many of the prompt's first tokens that snapshot has seen already; they are not fed again.
+    """
+
+    sampler: Sampler
+    sampler_row: SamplerRow
+    output: TextOutput
+    snapshot: Any = None
+    cached: int = 0
+
+
+class Sampled(NamedTuple):
+    """One row's draw: the token, or -1 where its logits held nothing to draw from."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class State(IntEnum):
+    """Where a row is. Only a RUNNING row holds a slot; a SWAPPED one has its state in `snapshot`."""
+
+    WAITING = 0
+    RUNNING = 1
+    SWAPPED = 2
+    FINISHED = 3
+
+
+class Group:
+    """The unfinished rows of one request, and which of them hold slots.
+
+    Attributes:
+        rows: every unfinished row by its index.
+        line: rows that want a slot, first come first served; swapped rows stand before rows not yet begun.
+        resident: rows holding a slot, oldest holder first.
+        reading: those of the resident rows that have prompt left to feed.
+    """
+
+    __slots__ = ("line", "reading", "request", "resident", "rows")
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.rows: dict[int, Sequence] = {}
+        self.line: deque[Sequence] = deque()
+        self.resident: OrderedDict[Sequence, None] = OrderedDict()
+        self.reading: OrderedDict[Sequence, None] = OrderedDict()
+
+
+class Sequence:
+    """One row of a request on its way from prompt to finish.
+
+    Attributes:
+        slot: where its state is while RUNNING, else None.
+        snapshot: its state in host memory while it has no slot; the runner sets it when it carries out a save.
+        prefilled: prompt tokens fed so far, cached ones included.
+        generated: tokens drawn so far; the newest has not been fed.
+        pending: the tokens to feed next while decoding (one), None until the first draw.
+        followers: rows with the same prompt and initial state, which will copy this row's state.
+        seated: the number of the step in which it got its slot.
+        touched: the number of the last step that gave it a slot or prompt tokens, or took its slot away.
+    """
+
+    __slots__ = (
+        "cached",
+        "finish_reason",
+        "followers",
+        "generated",
+        "group",
+        "logprobs",
+        "output",
+        "params",
+        "pending",
+        "prefilled",
+        "prompt",
+        "reported",
+        "request",
+        "row",
+        "sampler",
+        "sampler_row",
+        "seated",
+        "slot",
+        "snapshot",
+        "state",
+        "text",
+        "touched",
+    )
+
+    def __init__(self, group: Group, row: int, parts: RowParts) -> None:
+        self.group = group
+        self.request = group.request
+        self.params = group.request.params
+        self.row = row
+        self.prompt = group.request.prompts[row]
+        self.sampler, self.sampler_row, self.output, self.snapshot, self.cached = parts
+        self.state = State.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.slot: int | None = None
+        self.seated = self.touched = 0
+        self.prefilled = self.cached
+        self.pending: tuple[int, ...] | None = None
+        self.followers: list[Sequence] = []
+        self.generated: list[int] = []
+        self.reported = 0  # generated tokens that events have told of
+        self.text = ""  # certain, and not told yet
+        self.logprobs: list[TokenLogprob] = []
+
+    @property
+    def unread(self) -> int:
+        """Prompt tokens still to be fed."""
+        return len(self.prompt) - self.prefilled
+
+    def accept(self, sampled: Sampled) -> FinishReason | None:
+        """Take a drawn token in; returns why the row ends with it, if it does."""
+        token, logprob = sampled
+        self.generated.append(token)
+        self.pending = (token,)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token == self.params.end_token:
+            return FinishReason.STOP
+        self.text += self.output.push(token)
+        if self.output.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.generated) >= self.params.max_tokens else None
+
+    def due(self) -> bool:
+        """Whether enough has gathered for an event. Tokens without text yet wait for the text they belong to."""
+        return self.text != "" and len(self.generated) - self.reported >= self.request.chunk_size
+
+    def news(self) -> Event:
+        """An event with everything since the last one."""
+        event = Event(self.request.id, self.row, self.text, self.generated[self.reported :], self.logprobs)
+        self.text, self.logprobs, self.reported = "", [], len(self.generated)
+        return event
+
+    def last_news(self, error: Exception | None = None) -> Event:
+        """The terminal event. Text held back for a stop text that can no longer come is handed out."""
+        if not self.output.stopped:
+            self.text += self.output.flush()
+        event = self.news()
+        event.finish_reason = self.finish_reason
+        event.usage = Usage(len(self.prompt), self.cached, len(self.generated))
+        event.error = error
+        return event
+
+
+class Chunk(NamedTuple):
+    """Feed `tokens` to the state in `slot`; with `wants_logits`, keep the logits after the last of them."""
+
+    sequence: Sequence
+    slot: int
+    tokens: tuple[int, ...]
+    wants_logits: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """What the runner does in one turn, in this order.
+
+    1. `saves`: export the slot into the sequence's `snapshot`. 2. `restores`: put the sequence's snapshot into the
+    slot. 3. `resets`: zero these slots. 4. One forward over `chunks`: decoding rows first, then prompts; the k-th chunk
+    that wants logits gives logits row k. 5. `forks`: copy slot to slot; `fork_saves`: export the slot once, into the
+    `snapshot` of every follower listed. 6. `samples`: draw for each (sequence, logits row); followers share their
+    leader's logits row. `Scheduler.update` takes one `Sampled` per entry, in the same order.
+    """
+
+    number: int
+    saves: list[tuple[Sequence, int]] = field(default_factory=list)
+    restores: list[tuple[Sequence, int]] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    fork_saves: list[tuple[int, list[Sequence]]] = field(default_factory=list)
+    samples: list[tuple[Sequence, int]] = field(default_factory=list)

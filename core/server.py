@@ -1,0 +1,137 @@
+"""`serve`: load the model, build the application, say where it is, and run it until a signal comes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+
+from rwkv_lightning.core.app import build_app
+from rwkv_lightning.core.errors import StartError
+from rwkv_lightning.core.host import PluginHost
+from rwkv_lightning.core.interfaces import ServerContext
+from rwkv_lightning.core.metrics import Metrics
+from rwkv_lightning.core.models import ModelManager
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.config import Settings
+    from rwkv_lightning.core.engine import RequestSummary
+    from rwkv_lightning.core.models import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings) -> None:
+    """Run the server; returns after a clean shutdown. Raises StartError before the port is opened."""
+    configure_logging(settings.log_level)
+    set_threads(settings.threads)
+    context = build_context(settings)
+    app = build_app(context)
+    listener = bind(settings.host, settings.port)
+    print_banner(context, listener.getsockname()[1])
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=settings.log_level == "debug",
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+        timeout_keep_alive=75,
+        backlog=4096,
+    )
+    Server(config, context).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which tells the engines to refuse new work as soon as the shutdown begins."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
+        super().__init__(config)
+        self._context = context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for model in self._context.models.all():
+            model.engine.drain()
+        await super().shutdown(sockets)
+
+
+def build_context(settings: Settings) -> ServerContext:
+    """Load plugins and the model. Raises StartError."""
+    host = PluginHost(settings)
+    metrics = Metrics()
+    models = ModelManager(settings, host, metrics)
+
+    def on_finished(summary: RequestSummary) -> None:
+        log.debug("finished %s", summary)
+        host.request_finished(summary)
+
+    models.load(on_finished)
+    return ServerContext(settings, host, models, metrics)
+
+
+def set_threads(count: int) -> None:
+    """Threads of torch and of our kernels, which share its pool."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises StartError naming the address and the way out."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return listener
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from None
+
+
+def print_banner(context: ServerContext, port: int) -> None:
+    """Where the server is, what it serves, and a line to try."""
+    settings, model = context.settings, context.models.default
+    url = f"http://{reachable_host(settings.host)}:{port}"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in banner_rows(model, settings):
+        table.add_row(f"[bold]{name}[/]", value)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold green]rwkv-lightning[/] serves at [bold]{url}[/]  (docs: {url}/docs)")
+    console.print(table)
+    console.print("try it:", style="bold")
+    console.print(try_line(url, settings.password is not None), markup=False)
+
+
+def banner_rows(model: LoadedModel, settings: Settings) -> list[tuple[str, str]]:
+    state = model.model.state_nbytes()
+    return [
+        ("model", f"{model.name} ({model.path})"),
+        ("engine", f"{model.engine_name} on {model.model.device}, {model.model.dtype}; {model.model.description}"),
+        ("slots", f"{model.slots} x {state / 1e6:.2f} MB of state"),
+        ("password", "required" if settings.password else "none (--password sets one)"),
+    ]
+
+
+def try_line(url: str, password: bool) -> str:
+    secret = ', "password": "..."' if password else ""
+    prompt = "User: What is the capital of France?\\n\\nAssistant: <think>\\n</think>\\n"
+    body = f'{{"contents": ["{prompt}"], "max_tokens": 40, "temperature": 0{secret}}}'
+    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def reachable_host(host: str) -> str:
+    """A host that works in a URL on this machine."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

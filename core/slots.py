@@ -1,0 +1,127 @@
+"""`SlotPool`: the resident recurrent states of a model, and snapshots of single ones.
+
+A state is the last normed input of both halves of every layer (shift, float32 [L, 2, C]) and the matrix of every head
+(wkv, [L, H, N, N], key-major: wkv[layer, head, key, value]). It has the same size however many tokens it has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.interfaces import ModelConfig
+
+STATE_DTYPES = (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One state in host memory, bit for bit; nobody changes its tensors.
+
+    Args:
+        shift: [L, 2, C] float32.
+        wkv: [L, H, N, N] float32 or float16, key-major.
+    """
+
+    shift: torch.Tensor
+    wkv: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.shift.nbytes + self.wkv.nbytes
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """The form that is stored: contiguous CPU tensors 'shift' and 'wkv'."""
+        return {"shift": self.shift, "wkv": self.wkv}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """The inverse of `to_tensors`; further entries are ignored. Raises ValueError when one is missing."""
+        missing = {"shift", "wkv"} - tensors.keys()
+        if missing:
+            raise ValueError(f"stored state lacks {' and '.join(sorted(missing))}: it is not a state of this server")
+        return cls(tensors["shift"].cpu().contiguous(), tensors["wkv"].cpu().contiguous())
+
+
+class SlotPool:
+    """`count` resident states. A slot's content is undefined until it is reset, restored or copied to.
+
+    Memory is taken when a slot is first written, so a large `count` costs address space only.
+
+    Args:
+        config: the model's shape.
+        count: how many slots.
+        dtype: type of the wkv part, float32 or float16.
+        device: where they live.
+    """
+
+    def __init__(
+        self, config: ModelConfig, count: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"count of slots must be at least 1, not {count}")
+        if dtype not in STATE_DTYPES:
+            raise ValueError(f"states are float32 or float16, not {dtype}")
+        self.count = count
+        self.shift = torch.empty(config.n_layer, 2, count, config.n_embd, dtype=torch.float32, device=device)
+        square = (config.head_size, config.head_size)
+        self.wkv = torch.empty(config.n_layer, count, config.n_head, *square, dtype=dtype, device=device)
+        self.nbytes_per_slot = (self.shift.nbytes + self.wkv.nbytes) // count
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """Set these slots to the zero state. Raises ValueError for a slot that does not exist."""
+        self._check(slots)
+        for slot in slots:
+            self.shift[:, :, slot].zero_()
+            self.wkv[:, slot].zero_()
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy each (source, destination) slot.
+
+        Raises ValueError for a slot that does not exist, a destination named twice, or one that is a source too.
+        """
+        sources, destinations = {source for source, _ in pairs}, {destination for _, destination in pairs}
+        self._check(sources | destinations)
+        if len(destinations) < len(pairs):
+            raise ValueError(f"copy {list(pairs)}: a destination is named twice")
+        if sources & destinations:
+            raise ValueError(f"copy {list(pairs)}: slots {sorted(sources & destinations)} are source and destination")
+        for source, destination in pairs:
+            self.shift[:, :, destination].copy_(self.shift[:, :, source])
+            self.wkv[:, destination].copy_(self.wkv[:, source])
+
+    def export(self, slot: int) -> Snapshot:
+        """A lossless snapshot in host memory, independent of later changes. Raises ValueError for a bad slot."""
+        self._check((slot,))
+        return Snapshot(_to_host(self.shift[:, :, slot]), _to_host(self.wkv[:, slot]))
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Put a snapshot into a slot, bit for bit. Raises ValueError for a bad slot or a state of another form."""
+        self._check((slot,))
+        shift, wkv = self.shift[:, :, slot], self.wkv[:, slot]
+        _check_form("shift", snapshot.shift, shift)
+        _check_form("wkv", snapshot.wkv, wkv)
+        shift.copy_(snapshot.shift)
+        wkv.copy_(snapshot.wkv)
+
+    def _check(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.count:
+                raise ValueError(f"slot {slot} does not exist: there are {self.count}, numbered from 0")
+
+
+def _to_host(view: torch.Tensor) -> torch.Tensor:
+    return torch.empty(view.shape, dtype=view.dtype).copy_(view)
+
+
+def _check_form(name: str, given: torch.Tensor, wanted: torch.Tensor) -> None:
+    if given.shape != wanted.shape or given.dtype != wanted.dtype:
+        raise ValueError(
+            f"{name} of the snapshot is {given.dtype} {list(given.shape)}, but this model's states are "
+            f"{wanted.dtype} {list(wanted.shape)}: it comes from another model or another state type"
+        )

@@ -1,0 +1,1 @@
+"""Text: the vocabulary and its encoder, incremental output with stop sequences, chat prompts."""

@@ -1,0 +1,224 @@
+"""Which recurrence kernels serve on a device, and the C++ ones, called through ctypes: `select(device)`.
+
+They have the signatures of kernels/reference.py. Callers must not pass slots, offsets or positions out of range.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from rwkv_lightning.kernels import reference
+from rwkv_lightning.kernels.cpu.build import library
+from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Type of recurrent.cpp
+_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The three kernels of a device, as classes that take their weights, and why these."""
+
+    shift_mix: type[reference.ShiftMix]
+    wkv7: type[reference.Wkv7]
+    norm_rows: type[reference.NormRows]
+    why: str
+
+
+def select(device: torch.device | str) -> Kernels:
+    """The fastest kernels there are for a device."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        return _reference(f"PyTorch reference on {kind}")
+    built = library()
+    if built.lib is None:
+        return _reference(f"PyTorch reference: {built.why}")
+    instructions = _functions(built.lib).instructions().decode()
+    return Kernels(CppShiftMix, CppWkv7, CppNormRows, f"C++ kernels ({instructions})")
+
+
+def _reference(why: str) -> Kernels:
+    return Kernels(reference.ShiftMix, reference.Wkv7, reference.NormRows, why)
+
+
+class _Rows(ctypes.Structure):
+    """RecurrentRows of recurrent.cpp."""
+
+    _fields_ = [
+        *((name, _INT64) for name in ("tokens", "rows", "threads")),
+        *((name, _POINTER) for name in ("offsets", "slots")),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    """RecurrentNorm of recurrent.cpp."""
+
+    _fields_ = [("width", _INT64), ("weight", _POINTER), ("bias", _POINTER)]
+
+
+class _Heads(ctypes.Structure):
+    """RecurrentHeads of recurrent.cpp."""
+
+    _fields_ = [
+        *((name, _INT64) for name in ("heads", "size")),
+        *((name, _POINTER) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "norm_weight", "norm_bias")),
+    ]
+
+
+class _Given(ctypes.Structure):
+    """RecurrentGiven of recurrent.cpp."""
+
+    _fields_ = [(name, _POINTER) for name in ("r", "k", "v", "w", "a", "g", "v_mix")]
+
+
+class _Functions:
+    """The functions of recurrent.cpp in a loaded library."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self.instructions = lib.recurrent_instructions
+        self.instructions.restype = ctypes.c_char_p
+        self.shift_mix = lib.recurrent_shift_mix
+        self.shift_mix.argtypes = [*[_POINTER] * 3, _INT64, *[_POINTER] * 4, _INT32]
+        self.wkv7 = lib.recurrent_wkv7
+        self.wkv7.argtypes = [*[_POINTER] * 6, _INT32, _INT32]
+        self.norm_rows = lib.recurrent_norm_rows
+        self.norm_rows.argtypes = [_POINTER, _INT64, *[_POINTER] * 3, _INT32, _POINTER, _INT32, _INT64]
+        for function in (self.shift_mix, self.wkv7, self.norm_rows):
+            function.restype = None
+
+
+_functions = functools.cache(_Functions)
+
+
+def _cpp() -> _Functions:
+    built = library()
+    if built.lib is None:
+        raise RuntimeError(f"the C++ kernels are not there ({built.why}): use those that select() names")
+    return _functions(built.lib)
+
+
+def _pointer(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> int:
+    """The address of a tensor that the C++ code may read `size` elements of."""
+    if tensor.dtype != dtype or tensor.numel() != size or not tensor.is_contiguous() or tensor.is_cuda:
+        raise ValueError(
+            f"{name} must be {size} contiguous {dtype} numbers on the CPU, not {tensor.dtype} {list(tensor.shape)} "
+            f"with strides {tensor.stride()} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def _weight(tensor: torch.Tensor | None, size: int) -> int | None:
+    return None if tensor is None else _pointer("weight", tensor, torch.float32, size)
+
+
+def _native(rows: Rows) -> ctypes.Structure:
+    if rows.native is None:
+        count = rows.slots.numel()
+        offsets = _pointer("offsets", rows.offsets, torch.int32, count + 1)
+        slots = _pointer("slots", rows.slots, torch.int32, count)
+        rows.native = _Rows(rows.tokens, count, torch.get_num_threads(), offsets, slots)
+    native: ctypes.Structure = rows.native
+    return native
+
+
+class CppShiftMix(reference.ShiftMix):
+    """`reference.ShiftMix` in C++."""
+
+    def __init__(self, norm_weight: torch.Tensor, norm_bias: torch.Tensor, mix: torch.Tensor) -> None:
+        super().__init__(norm_weight, norm_bias, mix)
+        self._run = _cpp().shift_mix
+        self._count, self._width = mix.shape
+        self._norm = _Norm(self._width, _weight(norm_weight, self._width), _weight(norm_bias, self._width))
+        self._norm_address = ctypes.addressof(self._norm)
+        self._mix = _weight(mix, mix.numel())
+
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, shift: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> None:
+        size, dtype = rows.tokens * self._width, out.dtype
+        self._run(
+            self._norm_address,
+            ctypes.addressof(_native(rows)),
+            self._mix,
+            self._count,
+            _pointer("x", x, torch.float32, size),
+            None if delta is None else _pointer("delta", delta, dtype, size),
+            _pointer("shift", shift, torch.float32, shift.shape[0] * self._width),
+            _pointer("out", out, dtype, self._count * size),
+            _TYPES[dtype],
+        )
+
+
+class CppWkv7(reference.Wkv7):
+    """`reference.Wkv7` in C++."""
+
+    def __init__(self, weights: HeadWeights, heads: int) -> None:
+        super().__init__(weights, heads)
+        self._run = _cpp().wkv7
+        self._width = weights.k_k.numel()
+        self._state_size = self._width * (self._width // heads)
+        small = (weights.w0, weights.a0, weights.v0, weights.k_k, weights.k_a, weights.r_k)
+        pointers = [_weight(one, self._width) for one in (*small, weights.norm_weight, weights.norm_bias)]
+        self._heads = _Heads(heads, self._width // heads, *pointers)
+        self._heads_address = ctypes.addressof(self._heads)
+
+    def __call__(
+        self, given: Projections, v_first: torch.Tensor, state: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> None:
+        size, dtype = rows.tokens * self._width, out.dtype
+        if (given.v_mix is None) != (self.weights.v0 is None):
+            raise ValueError("v_mix is None in the first layer, which has no v0, and only there")
+        v_mix = None if given.v_mix is None else _pointer("v_mix", given.v_mix, dtype, size)
+        native = _Given(
+            _pointer("r", given.r, dtype, size),
+            _pointer("k", given.k, dtype, size),
+            _pointer("v", given.v, dtype, size),
+            _pointer("w", given.w, dtype, size),
+            _pointer("a", given.a, dtype, size),
+            _pointer("g", given.g, dtype, size),
+            v_mix,
+        )
+        self._run(
+            self._heads_address,
+            ctypes.addressof(_native(rows)),
+            ctypes.addressof(native),
+            _pointer("v_first", v_first, dtype, size),
+            _pointer("state", state, state.dtype, state.shape[0] * self._state_size),
+            _pointer("out", out, dtype, size),
+            _TYPES[dtype],
+            _STATE_TYPES[state.dtype],
+        )
+
+
+_STATE_TYPES = {torch.float32: 0, torch.float16: 2}
+
+
+class CppNormRows(reference.NormRows):
+    """`reference.NormRows` in C++."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__(weight, bias)
+        self._run = _cpp().norm_rows
+        self._width = weight.numel()
+        self._norm = _Norm(self._width, _weight(weight, self._width), _weight(bias, self._width))
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor | None, delta: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        count = out.shape[0]
+        size = count * self._width
+        self._run(
+            ctypes.addressof(self._norm),
+            count,
+            _pointer("x", x, torch.float32, x.numel() if positions is not None else size),
+            None if positions is None else _pointer("positions", positions, torch.int64, count),
+            None if delta is None else _pointer("delta", delta, delta.dtype, size),
+            0 if delta is None else _TYPES[delta.dtype],
+            _pointer("out", out, out.dtype, size),
+            _TYPES[out.dtype],
+            torch.get_num_threads(),
+        )

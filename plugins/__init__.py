@@ -1,0 +1,1 @@
+"""The built-in plugins: backends, samplers and route groups, on the same hooks as anybody else's."""

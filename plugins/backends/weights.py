@@ -1,0 +1,101 @@
+"""The weights of an official checkpoint as operators and tensors on a device: `WeightSource` over `Checkpoint`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from rwkv_lightning.core.errors import CheckpointError
+from rwkv_lightning.kernels.linear import make_linear
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.checkpoint import Checkpoint
+    from rwkv_lightning.core.interfaces import Linear
+
+LOW_RANK = re.compile(r"\.att\.[wavg][12]$")  # stored [in, out]; all other matrices are [out, in]
+BAR_FROM = 1_000_000_000  # bytes from which loading shows its progress
+
+
+class CheckpointSource:
+    """What core/rwkv7.py asks a model file for.
+
+    Matrices are converted one at a time; the embedding stays in the file's own memory mapping on the CPU, and lies on
+    the device in its stored type elsewhere. A damaged tensor raises CheckpointError as it is read.
+
+    Args:
+        checkpoint: the open file.
+        device: where operators and tensors live.
+        dtype: compute type of the operators.
+        deterministic: operators whose rows do not depend on their neighbours, bit for bit.
+        on_read: told the stored bytes of every tensor after it was read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+        on_read: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.config = checkpoint.config
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self._deterministic = deterministic
+        self._on_read = on_read
+        self._embedding = self._read("emb.weight")
+
+    def linear(self, name: str) -> Linear:
+        """The operator of a matrix by its official name; low-rank pairs are transposed to [out, in]."""
+        # Only float16 can overflow, so only there the converted weight must be looked at; make_linear converts others.
+        weight = self._read(name, torch.float16 if self._dtype == torch.float16 else None)
+        if LOW_RANK.search(name):
+            weight = weight.t()
+        return make_linear(weight, self._dtype, deterministic=self._deterministic)
+
+    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T] int32 -> [T, C] float32 rows of emb.weight."""
+        return functional.embedding(tokens, self._embedding).float()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A small tensor as flat float32 on the device."""
+        return self._read(name, torch.float32).reshape(-1)
+
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        stored = self._checkpoint.tensor(name)
+        tensor = stored.to(self._device).to(dtype or stored.dtype)  # over the bus as stored, converted there
+        if not _finite(tensor):
+            raise CheckpointError(self._not_finite(name, stored))
+        self._on_read(stored.numel() * stored.element_size())
+        return tensor
+
+    def _not_finite(self, name: str, stored: torch.Tensor) -> str:
+        if bool(stored.isfinite().all()):
+            return f"'{self._checkpoint.path}': {name} holds values beyond float16: choose --dtype bfloat16 or float32"
+        return f"'{self._checkpoint.path}' holds NaN or infinity in {name}: it is damaged, get a sound copy"
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite. The sum costs one pass at the speed of memory; isfinite some ten times more."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # a sum in float16 may overflow by itself
+
+
+@contextmanager
+def loading_bar(checkpoint: Checkpoint) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr for a large file, when stderr is a terminal. Gives the function that moves it on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    hidden = checkpoint.nbytes < BAR_FROM or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task(f"loading {checkpoint.path.name}", total=checkpoint.nbytes)
+        yield lambda nbytes: progress.advance(task, nbytes)

@@ -1,0 +1,1 @@
+"""The built-in route groups: one module or package per wire form."""

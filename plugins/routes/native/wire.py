@@ -1,0 +1,96 @@
+"""The native wire form: answers, server-sent chunks and errors (native_api.md)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from rwkv_lightning.core.errors import InvalidField, RequestError
+from rwkv_lightning.core.rendering import error_headers
+from rwkv_lightning.core.request import Event
+from rwkv_lightning.core.sse import DONE, PING, data
+from rwkv_lightning.core.stream import RequestStream
+
+VALIDATION_STATUS = 422
+
+
+def render_error(request: Request, error: RequestError) -> Response:
+    """`{"detail": [...]}` with 422 for a field at fault, `{"error": "text"}` for everything else."""
+    headers = error_headers(error)
+    if isinstance(error, InvalidField):
+        return JSONResponse({"detail": validation_detail(error)}, VALIDATION_STATUS, headers=headers)
+    return JSONResponse({"error": error.message, **error.extra}, error.status, headers=headers)
+
+
+def validation_detail(error: InvalidField) -> list[dict[str, Any]]:
+    """FastAPI's list of faults, each with `type`, `loc` and `msg`."""
+    faults = error.extra.get("errors")
+    if faults:
+        return [{**fault, "loc": ["body", *fault["loc"]]} for fault in faults]
+    loc = ["body", *(error.param.split(".") if error.param else [])]
+    return [{"type": error.code, "loc": loc, "msg": error.message}]
+
+
+def answer(events: list[Event], *, answer_id: str, object_name: str, model: str) -> dict[str, Any]:
+    """The answer that is not streamed: one choice per row, in order."""
+    return {
+        "id": answer_id,
+        "object": object_name,
+        "model": model,
+        "choices": [choice(event) for event in events],
+        "usage": usage(events),
+    }
+
+
+def choice(event: Event) -> dict[str, Any]:
+    message = {"role": "assistant", "content": event.text}
+    entry: dict[str, Any] = {"index": event.row, "message": message, "finish_reason": event.finish_reason}
+    if event.error is not None:
+        entry["error"] = error_text(event.error)
+    return entry
+
+
+def usage(events: list[Event]) -> dict[str, Any]:
+    """Real token counts over all rows, in OpenAI's form."""
+    rows = [event.usage for event in events if event.usage is not None]
+    prompt = sum(row.prompt_tokens for row in rows)
+    completion = sum(row.completion_tokens for row in rows)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(row.cached_tokens for row in rows)},
+    }
+
+
+async def sse(stream: RequestStream, heartbeat: float | None) -> AsyncIterator[bytes]:
+    """Chunks of the rows that have news, then `[DONE]`."""
+    async for events in stream.batches(heartbeat):
+        if not events:
+            yield PING
+        if texts := [_delta(event, event.text, None) for event in events if event.text]:
+            yield _chunk(texts)
+        if ends := [_delta(event, "", event.finish_reason) for event in events if event.finish_reason]:
+            yield _chunk(ends)
+        for event in events:
+            if event.error is not None:
+                yield data({"error": error_text(event.error), "index": event.row})
+    yield DONE
+
+
+def _delta(event: Event, text: str, finish_reason: str | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"index": event.row, "delta": {"content": text}}
+    if finish_reason:
+        entry["finish_reason"] = finish_reason
+    return entry
+
+
+def _chunk(choices: list[dict[str, Any]]) -> bytes:
+    return data({"object": "chat.completion.chunk", "choices": choices})
+
+
+def error_text(error: Exception) -> str:
+    return error.message if isinstance(error, RequestError) else "the row failed"

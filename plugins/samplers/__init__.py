@@ -1,0 +1,1 @@
+"""The built-in samplers, one module each; options.py holds what they share."""

@@ -1,0 +1,151 @@
+"""The scheduler under any sequence of arrivals, steps, failures and aborts: what must hold in every state."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from scheduler_fakes import END, NAN, STOP, World, parts
+
+from rwkv_lightning.core.request import FinishReason
+from rwkv_lightning.core.scheduler import Sequence, Step
+
+PROMPTS = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(tuple)
+DRAWS = st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 6, END, STOP, NAN]), min_size=1, max_size=16)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Rows draw from `draws` in turn. The fakes check states, owners, texts and terminal events on the way."""
+
+    @initialize(
+        slots=st.integers(1, 6),
+        budget=st.integers(2, 12),
+        chunk=st.integers(1, 6),
+        quantum=st.integers(1, 5),
+        swaps=st.integers(1, 3),
+    )
+    def begin(self, slots: int, budget: int, chunk: int, quantum: int, swaps: int) -> None:
+        options = {"prefill_budget": budget, "chunk": chunk, "quantum": quantum, "swaps_per_step": swaps}
+        self.world = World(slots, **options)
+        self.quantum = quantum
+        self.names: list[str] = []
+        self.most_rows = 0
+
+    @rule(
+        distinct=st.lists(PROMPTS, min_size=1, max_size=3),
+        pattern=st.lists(st.integers(0, 2), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 12),
+        chunk_size=st.integers(1, 4),
+        start=st.sampled_from([None, (8, 9)]),
+        with_cached=st.booleans(),
+    )
+    def add(
+        self,
+        distinct: list[tuple[int, ...]],
+        pattern: list[int],
+        max_tokens: int,
+        chunk_size: int,
+        start: tuple[int, ...] | None,
+        with_cached: bool,
+    ) -> None:
+        prompts = [distinct[index % len(distinct)] for index in pattern]
+        cached = [min(2, len(prompt) - 1) if start and with_cached else 0 for prompt in prompts]
+        name = f"r{len(self.names)}"
+        self.names.append(name)
+        rows = [parts(start, count) for count in cached]
+        self.world.add(name, prompts, max_tokens, rows, chunk_size)
+
+    @rule(draws=DRAWS, times=st.integers(1, 6))
+    def turns(self, draws: list[int], times: int) -> None:
+        self.world.turns(times, picker(draws))
+        self._nobody_waits_too_long()
+
+    @rule(data=st.data(), draws=DRAWS)
+    def abort_while_a_step_runs(self, data: st.DataObject, draws: list[int]) -> None:
+        step = self.world.plan()
+        if step is not None:
+            samples = self.world.run(step, picker(draws))
+            self.abort(data)
+            self.world.update(step, samples)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if not self.names:
+            return
+        name = data.draw(st.sampled_from(self.names))
+        open_rows = {key for key in self.world.drawn if key[0] == name} - self.world.ends.keys()
+        events = self.world.abort(name)
+        assert {(event.request_id, event.row) for event in events} == open_rows
+        assert all(event.finish_reason is FinishReason.ABORT for event in events)
+        assert self.world.abort(name) == []
+
+    @rule(carried_out=st.booleans())
+    def fail(self, carried_out: bool) -> None:
+        """A step fails at its very beginning, or after all state has been moved."""
+        step = self.world.plan()
+        if step is None:
+            return
+        if carried_out:
+            self.world.run(step)
+        mine = rows_of(step, carried_out)
+        events = self.world.fail(step, RuntimeError("broken"))
+        assert {(event.request_id, event.row) for event in events} == {(row.request.id, row.row) for row in mine}
+        assert all(event.finish_reason is FinishReason.ERROR for event in events)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        scheduler = self.world.scheduler
+        scheduler.check_integrity()
+        unfinished = len(self.world.drawn) - len(self.world.ends)
+        assert scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped == unfinished
+        assert scheduler.slots_used == scheduler.num_running <= scheduler.slots_total
+        assert scheduler.idle == (unfinished == 0)
+
+    def _nobody_waits_too_long(self) -> None:
+        """Every unfinished request is fed again before all others have had a quantum each, and a little."""
+        world = self.world
+        waiting = {name for name, _ in world.drawn.keys() - world.ends.keys()}
+        bound = (self.quantum + 2) * (len(self.names) + 1)
+        assert all(world.now - world.last_fed[name] <= bound for name in waiting)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        # Every step feeds at least one token, and no token is ever fed twice.
+        left = sum(
+            len(row.prompt) + row.params.max_tokens
+            for group in world.scheduler._groups.values()
+            for row in group.rows.values()
+        )
+        world.drain(left + 1)
+        assert world.ends.keys() == world.drawn.keys()
+        assert world.ledger.free == world.ledger.total
+
+
+def picker(draws: list[int]):  # type: ignore[no-untyped-def]
+    """Draw from a list round and round, differently per row."""
+    return lambda row: draws[(len(row.generated) * 5 + row.row) % len(draws)]
+
+
+def rows_of(step: Step, carried_out: bool) -> set[Sequence]:
+    rows = {chunk.sequence for chunk in step.chunks} | {row for row, _ in step.samples}
+    if not carried_out:
+        rows |= {row for row, _ in step.saves}
+    return rows | {follower for row in rows for follower in row.followers}
+
+
+def drive(examples: int, steps: int) -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    profile = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks)
+    run_state_machine_as_test(SchedulerMachine, settings=profile)
+
+
+def test_whatever_happens() -> None:
+    drive(examples=120, steps=40)
+
+
+@pytest.mark.nightly
+def test_whatever_happens_for_long() -> None:
+    drive(examples=3000, steps=100)
