@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from rwkv_lightning.core.errors import BadRequest, BodyTooLarge, ClientClosedRequest, UnsupportedField
 
-DISCARD_FACTOR = 16  # a body over the limit is read on, and dropped, up to this many times the limit
+DISCARD_FACTOR = 64  # a body over the limit is read on, and dropped, up to this many times the limit
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rwkv_lightning.core.errors import (
@@ -97,7 +98,7 @@ class Engine:
         metrics.watch(
             {
                 "num_requests_running": lambda: scheduler.num_running,
-                "num_requests_waiting": lambda: scheduler.num_waiting,
+                "num_requests_waiting": lambda: scheduler.num_waiting + scheduler.num_swapped,
                 "slots_used": lambda: scheduler.ledger.used,
                 "slots_total": lambda: scheduler.ledger.total,
             }
@@ -120,11 +121,16 @@ class Engine:
         """Accept no further requests; the present ones go on."""
         self._draining = True
 
-    async def stop(self) -> None:
-        """Abort what still runs and end the engine thread."""
+    def cut(self) -> None:
+        """Refuse new requests and end the present ones, telling their clients why."""
         self.drain()
+        error = Draining("the server is shutting down; the answer is cut here", retry_after=5.0)
         for request_id in list(self._tickets):
-            self.abort(request_id)
+            self._inbox.put(partial(self._cut, request_id, error))
+
+    async def stop(self) -> None:
+        """Cut what still runs and end the engine thread."""
+        self.cut()
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
@@ -242,6 +248,9 @@ class Engine:
             rows = range(len(request.prompts))
             return [Event(request.id, i, finish_reason=FinishReason.ERROR, error=failure) for i in rows]
         return []
+
+    def _cut(self, request_id: str, error: RequestError) -> list[Event]:
+        return [replace(event, error=error) for event in self.scheduler.abort(request_id)]
 
     def _open_rows(self, request: GenerationRequest) -> list[RowParts]:
         params = request.params

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from rwkv_lightning.core.slots import SlotPool
+from rwkv_lightning.core.slots import LayerStates, SlotPool
 from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
 from rwkv_lightning.kernels import recurrent
 from rwkv_lightning.kernels.linear import LinearGroup, PackedLinear, ReferenceLinear
@@ -78,9 +78,9 @@ class RWKV7:
         b = self._workspace.buffers(rows.tokens)
         self._embed_norm(self._embedding(batch.tokens), None, None, b.x)
         delta = None
-        for index, layer in enumerate(self._layers):
-            delta = layer.time_mix(b.x, delta, pool.shift[index, 0], pool.wkv[index], rows, b)
-            layer.mix_channels(b.x, delta, pool.shift[index, 1], rows, b.channel_in)
+        for layer, state in zip(self._layers, pool.layers, strict=True):
+            delta = layer.time_mix(delta, state, rows, b)
+            layer.mix_channels(b.x, delta, state.channel_shift, rows, b.channel_in)
             if layer is not self._layers[-1]:
                 delta = layer.feed_forward(b.channel_inputs, b)
         return self._logits(b, batch.logit_positions)
@@ -120,21 +120,13 @@ class _Layer:
         self.key = operators("key", "ffn.key.weight", "relu2")
         self.value = operators("value", "ffn.value.weight")
 
-    def time_mix(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        shift: torch.Tensor,
-        wkv: torch.Tensor,
-        rows: Rows,
-        b: Buffers,
-    ) -> torch.Tensor:
-        """Add `delta` to the residual stream x, and return what time mixing adds next."""
-        self.mix_tokens(x, delta, shift, rows, b.time_in)
+    def time_mix(self, delta: torch.Tensor | None, state: LayerStates, rows: Rows, b: Buffers) -> torch.Tensor:
+        """Add `delta` to the residual stream, and return what time mixing adds next."""
+        self.mix_tokens(b.x, delta, state.time_shift, rows, b.time_in)
         r, k, v, *low = self.project(b.first_time_inputs if self._is_first else b.time_inputs, b)
         w, a, g, *v_mix = self.expand(low, b)
         given = Projections(r, k, v, w, a, g, v_mix[0] if v_mix else None)
-        self.wkv7(given, b.v_first, wkv, rows, b.y)
+        self.wkv7(given, b.v_first, state.wkv, rows, b.y)
         return self.output((b.y,), b)[0]
 
     def feed_forward(self, mixed: Sequence[torch.Tensor], b: Buffers) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GOODBYE_SECONDS = 2  # for the last events of streams that were cut
+
 
 def serve(settings: Settings) -> None:
     """Run the server; returns after a clean shutdown. Raises StartError before the port is opened."""
@@ -38,23 +43,27 @@ def serve(settings: Settings) -> None:
         app,
         log_config=None,
         access_log=settings.log_level == "debug",
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + GOODBYE_SECONDS,
         timeout_keep_alive=75,
         backlog=4096,
     )
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # raised again after a shutdown that it began: exit 0
     Server(config, context).run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which tells the engines to refuse new work as soon as the shutdown begins."""
+    """uvicorn, whose shutdown drains: new work is refused at once, running work is cut after --drain-timeout."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
         self._context = context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for model in self._context.models.all():
-            model.engine.drain()
+        engines = [model.engine for model in self._context.models.all()]
+        loop = asyncio.get_running_loop()
+        for engine in engines:
+            engine.drain()
+            loop.call_later(self._context.settings.drain_timeout, engine.cut)
         await super().shutdown(sockets)
 
 

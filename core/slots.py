@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -48,6 +48,14 @@ class Snapshot:
         return cls(tensors["shift"].cpu().contiguous(), tensors["wkv"].cpu().contiguous())
 
 
+class LayerStates(NamedTuple):
+    """One layer's part of all states: views that stay the same objects."""
+
+    time_shift: torch.Tensor  # [count, C]
+    channel_shift: torch.Tensor  # [count, C]
+    wkv: torch.Tensor  # [count, H, N, N]
+
+
 class SlotPool:
     """`count` resident states. A slot's content is undefined until it is reset, restored or copied to.
 
@@ -71,6 +79,7 @@ class SlotPool:
         self.shift = torch.empty(config.n_layer, 2, count, config.n_embd, dtype=torch.float32, device=device)
         square = (config.head_size, config.head_size)
         self.wkv = torch.empty(config.n_layer, count, config.n_head, *square, dtype=dtype, device=device)
+        self.layers = [LayerStates(*shift, wkv) for shift, wkv in zip(self.shift, self.wkv, strict=True)]
         self.nbytes_per_slot = (self.shift.nbytes + self.wkv.nbytes) // count
 
     def reset(self, slots: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Type of recurrent.cpp
+_STATE_TYPES = {torch.float32: 0, torch.float16: 2}
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -47,6 +49,8 @@ def _reference(why: str) -> Kernels:
 
 class _Rows(ctypes.Structure):
     """RecurrentRows of recurrent.cpp."""
+
+    address: int
 
     _fields_ = [
         *((name, _INT64) for name in ("tokens", "rows", "threads")),
@@ -115,14 +119,40 @@ def _weight(tensor: torch.Tensor | None, size: int) -> int | None:
     return None if tensor is None else _pointer("weight", tensor, torch.float32, size)
 
 
-def _native(rows: Rows) -> ctypes.Structure:
+def _address(rows: Rows) -> int:
+    """Where the C++ form of the row structure lies; it is made once per step."""
     if rows.native is None:
         count = rows.slots.numel()
         offsets = _pointer("offsets", rows.offsets, torch.int32, count + 1)
         slots = _pointer("slots", rows.slots, torch.int32, count)
         rows.native = _Rows(rows.tokens, count, torch.get_num_threads(), offsets, slots)
-    native: ctypes.Structure = rows.native
-    return native
+        rows.native.address = ctypes.addressof(rows.native)
+    address: int = rows.native.address
+    return address
+
+
+class _Bound:
+    """The arguments made from some tensors, kept while the very same tensors come again.
+
+    Decoding calls every kernel with the same buffers step after step, and checking them costs more than comparing.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[torch.Tensor | None, ...] = ()
+        self._tokens = -1
+        self.arguments: tuple[int | None, ...] = ()
+
+    def fits(self, tokens: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        """Whether `arguments` were made from these."""
+        if tokens != self._tokens:
+            return False
+        return all(map(operator.is_, tensors, self._tensors))
+
+    def keep(
+        self, tokens: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[int | None, ...]
+    ) -> None:
+        """Remember the arguments, and the tensors so that their memory stays theirs."""
+        self._tokens, self._tensors, self.arguments = tokens, tensors, arguments
 
 
 class CppShiftMix(reference.ShiftMix):
@@ -135,14 +165,21 @@ class CppShiftMix(reference.ShiftMix):
         self._norm = _Norm(self._width, _weight(norm_weight, self._width), _weight(norm_bias, self._width))
         self._norm_address = ctypes.addressof(self._norm)
         self._mix = _weight(mix, mix.numel())
+        self._bound = _Bound()
 
     def __call__(
         self, x: torch.Tensor, delta: torch.Tensor | None, shift: torch.Tensor, rows: Rows, out: torch.Tensor
     ) -> None:
+        bound, tensors = self._bound, (x, delta, shift, out)
+        if not bound.fits(rows.tokens, tensors):
+            bound.keep(rows.tokens, tensors, self._arguments(x, delta, shift, rows, out))
+        self._run(self._norm_address, _address(rows), *bound.arguments)
+
+    def _arguments(
+        self, x: torch.Tensor, delta: torch.Tensor | None, shift: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> tuple[int | None, ...]:
         size, dtype = rows.tokens * self._width, out.dtype
-        self._run(
-            self._norm_address,
-            ctypes.addressof(_native(rows)),
+        return (
             self._mix,
             self._count,
             _pointer("x", x, torch.float32, size),
@@ -165,36 +202,33 @@ class CppWkv7(reference.Wkv7):
         pointers = [_weight(one, self._width) for one in (*small, weights.norm_weight, weights.norm_bias)]
         self._heads = _Heads(heads, self._width // heads, *pointers)
         self._heads_address = ctypes.addressof(self._heads)
+        self._given = _Given()
+        self._bound = _Bound()
 
     def __call__(
         self, given: Projections, v_first: torch.Tensor, state: torch.Tensor, rows: Rows, out: torch.Tensor
     ) -> None:
+        bound, tensors = self._bound, (*given, v_first, state, out)
+        if not bound.fits(rows.tokens, tensors):
+            bound.keep(rows.tokens, tensors, self._arguments(given, v_first, state, rows, out))
+        self._run(self._heads_address, _address(rows), *bound.arguments)
+
+    def _arguments(
+        self, given: Projections, v_first: torch.Tensor, state: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> tuple[int | None, ...]:
         size, dtype = rows.tokens * self._width, out.dtype
         if (given.v_mix is None) != (self.weights.v0 is None):
             raise ValueError("v_mix is None in the first layer, which has no v0, and only there")
-        v_mix = None if given.v_mix is None else _pointer("v_mix", given.v_mix, dtype, size)
-        native = _Given(
-            _pointer("r", given.r, dtype, size),
-            _pointer("k", given.k, dtype, size),
-            _pointer("v", given.v, dtype, size),
-            _pointer("w", given.w, dtype, size),
-            _pointer("a", given.a, dtype, size),
-            _pointer("g", given.g, dtype, size),
-            v_mix,
-        )
-        self._run(
-            self._heads_address,
-            ctypes.addressof(_native(rows)),
-            ctypes.addressof(native),
+        for name, tensor in given._asdict().items():
+            setattr(self._given, name, None if tensor is None else _pointer(name, tensor, dtype, size))
+        return (
+            ctypes.addressof(self._given),
             _pointer("v_first", v_first, dtype, size),
             _pointer("state", state, state.dtype, state.shape[0] * self._state_size),
             _pointer("out", out, dtype, size),
             _TYPES[dtype],
             _STATE_TYPES[state.dtype],
         )
-
-
-_STATE_TYPES = {torch.float32: 0, torch.float16: 2}
 
 
 class CppNormRows(reference.NormRows):

@@ -8,7 +8,7 @@ H the heads, N the head size. No row's result depends on another row. Formulas: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -50,8 +50,7 @@ class HeadWeights:
     norm_bias: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Projections:
+class Projections(NamedTuple):
     """What the linear operators of time mixing give, [T, C] contiguous, in the compute type.
 
     w, a and v_mix are the second low-rank products, before w0, a0 and v0 are added; v_mix is None in the first layer.

@@ -75,9 +75,9 @@ def _penalised(rule: Rule, y: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor
     presence, counted = np.zeros(len(ids)), np.concatenate([_counted(rule, row) for row in rows])
     if rule is Rule.V2:
         presence = np.repeat([row.state.presence for row in rows], [row.state.count for row in rows])
-    values = y[cells] - torch.from_numpy(presence).to(y.device)
-    values = torch.where(y[cells].isneginf(), y[cells], values - torch.from_numpy(counted).to(y.device))
-    y[cells] = torch.where(values.isneginf() & y[cells].isfinite(), -PENALTY_LIMIT, values.clamp(max=PENALTY_LIMIT))
+    before = y[cells]
+    after = before - torch.from_numpy(presence).to(y.device) - torch.from_numpy(counted).to(y.device)
+    y[cells] = torch.where(before.isneginf(), before, after.clamp(-PENALTY_LIMIT, PENALTY_LIMIT))
     return y
 
 
@@ -146,7 +146,7 @@ def _advance(rule: Rule, row: Row, token: int, exempt: Sequence[int]) -> None:
     values *= state.decay
     at, added = row.place(token)
     if rule is Rule.V1:
-        grown = row.values[at] + (state.presence if added else state.frequency)
+        grown = float(row.values[at]) + (state.presence if added else state.frequency)
         row.values[at] = min(max(grown, -PENALTY_LIMIT), PENALTY_LIMIT)
     elif token not in exempt:
         row.values[at] += 1.0

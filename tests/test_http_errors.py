@@ -167,11 +167,7 @@ def test_huge_max_tokens_within_the_limit(server: ServerProcess) -> None:
 def test_a_body_of_80_megabytes(server: ServerProcess, chunked: bool) -> None:
     body = json.dumps({"contents": ["x" * 1000] * 80_000}).encode()
     content: Any = (body[i : i + 65536] for i in range(0, len(body), 65536)) if chunked else body
-    try:
-        response = server.client.post(V1, content=content)
-    except Exception as error:  # a server may also hang up on a body this far over its limit
-        assert "closed" in str(error).lower() or "reset" in str(error).lower() or "pipe" in str(error).lower()
-        return
+    response = server.client.post(V1, content=content)
     assert response.status_code == 413
     assert "--max-body-bytes" in response.text
 
@@ -236,7 +232,6 @@ def exchange(server: ServerProcess, request: bytes) -> bytes:
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(request)
-        connection.shutdown(socket.SHUT_WR)
         answer = b""
         while piece := connection.recv(65536):
             answer += piece
@@ -279,7 +274,7 @@ def test_protect_all() -> None:
 
 def test_a_full_queue_answers_503_and_loses_nothing() -> None:
     with ServerProcess("--max-batch", "2", "--max-waiting", "4") as server:
-        big = {"contents": ["Once upon a time"] * 6, "max_tokens": 400, "stop_tokens": [], "temperature": 5, "top_p": 1}
+        big = {"contents": ["Once upon a time"] * 40, "max_tokens": 100, "stop_tokens": [], "temperature": 5}
         with server.client.stream("POST", "/big_batch/completions", json=big) as running:
             next(running.iter_lines())
             refused = server.post("/v2/chat/completions", {"contents": ["a"], "max_tokens": 1})

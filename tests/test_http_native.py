@@ -40,7 +40,7 @@ def streamed_rows(events: list[str]) -> tuple[dict[int, str], dict[int, str]]:
     return texts, reasons
 
 
-@pytest.mark.parametrize(("path", "answer_id"), zip(BATCH_PATHS, ("rwkv7-batch", "rwkv7-batch-v2"), strict=True))
+@pytest.mark.parametrize(("path", "answer_id"), [(BATCH_PATHS[0], "rwkv7-batch"), (BATCH_PATHS[1], "rwkv7-batch-v2")])
 def test_answers_come_back_by_position(server: ServerProcess, path: str, answer_id: str) -> None:
     answer = server.post(path, {"contents": [FRANCE, SEVEN, FRANCE], "model": "my label", **GREEDY}).json()
     assert answer["id"] == answer_id
@@ -159,7 +159,7 @@ def test_health_and_metrics(server: ServerProcess) -> None:
 def test_accuracy_of_the_demo_model(server: ServerProcess) -> None:
     """At least 99 % of the model card's 497 of 500, and at most one item lost per kind."""
     items = [json.loads(line) for line in (DATA / "eval.jsonl").read_text().splitlines()]
-    body = {"contents": [item["prompt"] for item in items], **GREEDY, "max_tokens": 100}
+    body = {"contents": [item["prompt"] for item in items], **GREEDY, "max_tokens": 600}
     choices = server.post("/v1/chat/completions", body).json()["choices"]
     missed = Counter(
         item["kind"]

@@ -252,8 +252,9 @@ struct Ahead {
 // A key's number in all lanes.
 inline Vec key(const float* numbers, int64_t j, bool wanted) { return wanted ? splat(numbers[j]) : Vec{}; }
 
-// One pass over VECS vectors of values of every key, from one matrix to another (or in place). First, when UPDATE, what
-// `last` did: S = S decay + removed kk_a + v k. Then, when READ, what `next` needs: removed = S . -kk, y = S . decay r.
+// One pass over VECS vectors of values of every key. First, when UPDATE, what `last` did: S = S decay + removed kk_a +
+// v k, stored from one matrix to another (or in place). Then, when READ, what `next` needs: removed = S . -kk and
+// y = S . decay r.
 template <int VECS, bool UPDATE, bool READ, class From, class To>
 inline void sweep(int64_t keys, const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t lanes,
                   const Token& last, Token& next, int64_t value, Ahead ahead) {
@@ -274,7 +275,7 @@ inline void sweep(int64_t keys, const From* from, int64_t from_stride, To* to, i
         removed[i] = fused(s, minus_kk, removed[i]);
         y[i] = fused(s, decay_r, y[i]);
       }
-      store(to + j * to_stride + i * kLanes, s, lanes);
+      if (UPDATE) store(to + j * to_stride + i * kLanes, s, lanes);
     }
   }
   for (int i = 0; i < VECS && READ; i++) {
@@ -303,13 +304,15 @@ void run_head(const Head<T, SIZE>& head, int64_t from, int64_t to, T* v_first, S
   Token *now = &a, *last = &b;
   for (int64_t t = from; t < to; t++) {
     head.prepare(*now, t, v_first);
-    if (t == from) sweep_head<false, true>(shape, state, size, buffer, padded, *last, *now);
+    if (t == from) sweep_head<false, true>(shape, state, size, state, size, *last, *now);
+    else if (t == from + 1) sweep_head<true, true>(shape, state, size, buffer, padded, *last, *now);
     else sweep_head<true, true>(shape, buffer, padded, buffer, padded, *last, *now);
     head.finish(*now, t, out);
     std::swap(now, last);
   }
   const Ahead ahead = {(const char*)next_state, next_state ? size * int64_t(sizeof(S)) : 0};
-  sweep_head<true, false>(shape, buffer, padded, state, size, *last, *now, ahead);
+  if (to == from + 1) sweep_head<true, false>(shape, state, size, state, size, *last, *now, ahead);
+  else sweep_head<true, false>(shape, buffer, padded, state, size, *last, *now, ahead);
 }
 
 // A 64-byte aligned buffer of this thread.

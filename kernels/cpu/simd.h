@@ -60,6 +60,23 @@ SIMD Vec fused(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The smaller and the larger of a limit and a number; NaN stays NaN.
+SIMD Vec at_most(Vec limit, Vec v) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_min_ps((__m512)limit, (__m512)v);  // the second operand passes when one is NaN
+#else
+  return v > limit ? limit : v;
+#endif
+}
+
+SIMD Vec at_least(Vec limit, Vec v) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)limit, (__m512)v);
+#else
+  return v < limit ? limit : v;
+#endif
+}
+
 SIMD float sum(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
@@ -74,9 +91,7 @@ SIMD float sum(Vec v) {
 
 // y = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by its Taylor series, error below 1e-8. NaN passes.
 SIMD Vec exponential(Vec y) {
-  const Vec high = splat(88.0f), low = splat(-87.0f);  // the scale stays a normal number
-  y = y > high ? high : y;
-  y = y < low ? low : y;
+  y = at_least(splat(-87.0f), at_most(splat(88.0f), y));  // the scale stays a normal number
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   const Vec shifted = fused(y, splat(1.44269504088896341f), magic);
   const Vec n = shifted - magic;
@@ -138,13 +153,11 @@ SIMD Vec widen(const Half* from) {
 // Values beyond the range become the largest one, NaN stays NaN.
 SIMD void narrow(Half* to, Vec v) {
 #if defined(__AVX512F__)
-  const __m512 limit = _mm512_set1_ps(kHalfMax), bottom = _mm512_set1_ps(-kHalfMax);
-  const __m512 held = _mm512_max_ps(bottom, _mm512_min_ps(limit, (__m512)v));  // the second operand passes when NaN
-  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  const Vec held = at_least(splat(-kHalfMax), at_most(splat(kHalfMax), v));
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   const Words sign = bits<Words>(v) & 0x80000000u;
-  Vec size = bits<Vec>(bits<Words>(v) ^ sign);
-  size = size > kHalfMax ? splat(kHalfMax) : size;
+  const Vec size = at_most(splat(kHalfMax), bits<Vec>(bits<Words>(v) ^ sign));
   const Words b = bits<Words>(size);
   const Words normal = (b - (112u << 23) + 0xfffu + ((b >> 13) & 1u)) >> 13;
   const Words tiny = bits<Words>(size + 0.5f) - bits<Words>(splat(0.5f));  // the addition rounds at half's last place

@@ -42,7 +42,7 @@ def health_report(context: ServerContext) -> dict[str, Any]:
         "gpu_memory_used_gb": gpu_memory_used(model.model.device),
         "uptime_seconds": int(time.monotonic() - context.started),
         "success_rate_1m": context.metrics.outcomes.rate(),
-        "queue_depth": scheduler.num_waiting,
+        "queue_depth": scheduler.num_waiting + scheduler.num_swapped,
         "running": scheduler.num_running,
     }
 

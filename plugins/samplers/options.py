@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rwkv_lightning.core.errors import InvalidField
 from rwkv_lightning.kernels.sampling import Row, Rule, sample
 
 if TYPE_CHECKING:
     import torch
+    from rwkv_lightning.core.interfaces import SamplerRow
 
 Check = Callable[[str, Any], Any]
 
@@ -118,6 +119,9 @@ class RuleSampler:
             decay=options.alpha_decay,
         )
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        """One token per row from float32 logits [len(rows), V]; -1 for a row without a largest finite logit."""
-        return sample(self.rule, logits, rows, self.exempt)
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+        """One token per row from float32 logits [len(rows), V]; -1 for a row without a largest finite logit.
+
+        The rows come from `open`. The logits are left as they were.
+        """
+        return sample(self.rule, logits, cast("Sequence[Row]", rows), self.exempt)
