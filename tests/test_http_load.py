@@ -16,7 +16,8 @@ import pytest
 from server_process import ServerProcess
 
 STORY = {"contents": ["Once upon a time"], "stop_tokens": [], "temperature": 1, "top_p": 1, "top_k": 0, "stream": True}
-LONG = {**STORY, "max_tokens": 100_000, "contents": ["User: Count from 1 to 9.\n\nAssistant:"] * 4, "temperature": 3}
+# Nearly uniform draws: a row ends by chance after some 3,660 tokens.
+LONG = {**STORY, "max_tokens": 100_000, "contents": ["Once upon a time"] * 16, "temperature": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def reset(connection: socket.socket) -> None:
 async def short_streams(server: ServerProcess, count: int, at_once: int = 50) -> int:
     """Run `count` streams of a few tokens; returns how many ended with [DONE]."""
     gate = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=at_once)) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=at_once)
+    ) as client:
 
         async def one() -> bool:
             async with gate:
@@ -102,7 +105,7 @@ def test_a_client_that_leaves_a_whole_answer_frees_its_rows(server: ServerProces
 
 
 def test_a_queued_client_that_leaves_is_never_run(server: ServerProcess) -> None:
-    with server.client.stream("POST", "/big_batch/completions", json={**LONG, "contents": LONG["contents"] * 20}) as busy:
+    with server.client.stream("POST", "/big_batch/completions", json={**LONG, "contents": ["A"] * 320}) as busy:
         next(busy.iter_lines())
         waiting = connect(server)
         send(waiting, {**LONG, "contents": ["User: A prompt of its own"] * 40, "stream": False})
@@ -120,7 +123,7 @@ def wait_until_running(server: ServerProcess) -> None:
 def test_a_reader_that_stops_reading_holds_up_only_itself(server: ServerProcess) -> None:
     stuck = connect(server)
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    send(stuck, {**LONG, "contents": LONG["contents"] * 2, "chunk_size": 1})
+    send(stuck, {**LONG, "contents": ["A"] * 8, "chunk_size": 1})
     stuck.recv(1)
     assert asyncio.run(short_streams(server, 100)) == 100
     reset(stuck)

@@ -20,6 +20,7 @@ from rwkv_lightning.kernels.cpu import build
 from rwkv_lightning.kernels.cpu.memory import HUGE_PAGE, SLAB_BYTES, Slabs
 from rwkv_lightning.kernels.linear import (
     Activation,
+    AnyLinear,
     Kernels,
     LinearGroup,
     PackedLinear,
@@ -70,7 +71,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, activation: Activation = "none"
 def bound(x: torch.Tensor, weight: torch.Tensor, exact_value: torch.Tensor, activation: Activation) -> torch.Tensor:
     """How far float32 sums may be off, element by element: rounding errors of K terms, then of the activation."""
     terms = x.double().abs() @ weight.double().abs().T
-    error = 2.0**-23 * (x.shape[1] ** 0.5 + 2) * terms
+    error: torch.Tensor = 2.0**-23 * (x.shape[1] ** 0.5 + 2) * terms
     slope = 2 * exact_value.sqrt() + error if activation == "relu2" else 1.0
     return error * slope + 2e-6 * exact_value.abs() + 1e-30
 
@@ -133,6 +134,14 @@ def test_a_neighbouring_rows_nan_stays_there() -> None:
     assert not y[[0, 2]].isnan().any()
 
 
+def test_a_neighbouring_columns_nan_stays_there() -> None:
+    weight = random(3, 7)
+    weight[1] = torch.nan
+    y = packed(weight, BF16)(random(2, 7, dtype=BF16))
+    assert y[:, 1].isnan().all()
+    assert not y[:, [0, 2]].isnan().any()
+
+
 def test_bf16_results_are_rounded_to_the_nearest_even() -> None:
     weight, x = random(67, 130, dtype=BF16, seed=1), random(9, 130, dtype=BF16, seed=2)
     linear = packed(weight, BF16)
@@ -140,6 +149,8 @@ def test_bf16_results_are_rounded_to_the_nearest_even() -> None:
         assert torch.equal(linear(x, activation), linear(x, activation, F32).to(BF16))
     ties = torch.tensor([[1 + 2.0**-8], [1 + 3 * 2.0**-8], [-(1 + 2.0**-8)], [3.4e38]])
     assert packed(torch.ones(1, 1), F32)(ties, dtype=BF16).tolist() == ties.to(BF16).tolist()
+    every_bit = torch.tensor([[0x7FFFFFFF], [-1]], dtype=torch.int32).view(F32)  # rounding up would make it a number
+    assert packed(torch.ones(1, 1), F32)(every_bit, dtype=BF16).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -182,7 +193,11 @@ def test_a_group_has_the_bits_of_separate_calls(threads: int, torch_threads: Cal
 
 def test_a_group_of_mixed_forms_works_too() -> None:
     weight, x = random(8, 6), random(3, 6)
-    forms = [packed(weight, F32), ReferenceLinear(weight, F32), PackedLinear(weight, F32, compiled("x86-64-v3"))]
+    forms: list[AnyLinear] = [
+        packed(weight, F32),
+        ReferenceLinear(weight, F32),
+        PackedLinear(weight, F32, compiled("x86-64-v3")),
+    ]
     for y in LinearGroup(forms)([x] * 3):
         torch.testing.assert_close(y, x @ weight.T)
     assert LinearGroup([])([]) == []
@@ -200,14 +215,16 @@ def test_out_is_filled_and_nothing_beside_it() -> None:
         assert int((wide == 7.0).sum()) == 15 * 60 - 13 * 37
 
 
-@pytest.mark.parametrize("columns", [32768, 32767, 32769])
-def test_large_results_are_complete(columns: int) -> None:
+@pytest.mark.parametrize("width", [32768, 32767, 32769])
+@pytest.mark.parametrize("columns", [32767, 32750])
+def test_large_results_are_complete(columns: int, width: int) -> None:
     """Beyond 8 MB results bypass the caches: whole lines only, where they are aligned."""
     weight, x = random(columns, 6, seed=1), random(65, 6, seed=2)
-    out = torch.full((66, columns), torch.nan)
-    packed(weight, F32)(x, out=out[:65])
-    torch.testing.assert_close(out[:65], x @ weight.T)
+    out = torch.full((66, width), torch.nan)
+    packed(weight, F32)(x, out=out[:65, :columns])
+    torch.testing.assert_close(out[:65, :columns], x @ weight.T)
     assert out[65].isnan().all()
+    assert out[:, columns:].isnan().all()
 
 
 @pytest.mark.parametrize("form", ["packed", "reference"])
@@ -296,7 +313,8 @@ def test_the_kernel_for_older_processors_is_right(march: str, dtype: torch.dtype
 
 def test_many_threads_may_call_at_once() -> None:
     linear, x = packed(random(256, 256, seed=1), BF16), random(6, 256, dtype=BF16)
-    want, wrong = linear(x), []
+    want = linear(x)
+    wrong: list[int] = []
 
     def work() -> None:
         wrong.extend(i for i in range(200) if not torch.equal(linear(x), want))
