@@ -172,6 +172,7 @@ class Engine:
             raise Overloaded(f"{max(waiting, 0)} rows are waiting already; try again soon", retry_after=1.0)
 
     def _deliver(self, events: list[Event]) -> None:
+        self.metrics.generation_tokens.inc(sum(len(event.tokens) for event in events))
         for event in events:
             ticket = self._tickets.get(event.request_id)
             if ticket is not None:
@@ -183,7 +184,6 @@ class Engine:
         if event.tokens and summary.seconds_to_first_token is None:
             summary.seconds_to_first_token = time.monotonic() - ticket.submitted
             self.metrics.time_to_first_token.observe(summary.seconds_to_first_token)
-        self.metrics.generation_tokens.inc(len(event.tokens))
         if event.finish_reason is not None:
             self._account_row(ticket, event, event.finish_reason)
 
@@ -223,7 +223,10 @@ class Engine:
         except (
             Exception
         ) as error:  # whatever a model or a plugin's sampler raises costs its step's rows, not the engine
-            events = self.scheduler.fail(step, describe_failure(error))
+            failure = describe_failure(error)
+            if isinstance(failure, OutOfMemory):
+                self.runner.release_memory()
+            events = self.scheduler.fail(step, failure)
         else:
             events = self.scheduler.update(step, samples)
         self._emit(events)

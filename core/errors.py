@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 Fault = Literal["client", "server"]
+StoreFailure = Literal["full", "readonly", "locked", "corrupt", "version", "other"]
 
 
 class StartError(Exception):
@@ -24,6 +25,21 @@ class CheckpointError(StartError):
 
 class PluginError(StartError):
     """A plugin failed to load, clashes with another, or implements a hook that does not exist."""
+
+
+class StoreError(Exception):
+    """A state store failed; what it holds is as it was before the call.
+
+    For the log and the health page, never for a client: the message names the file and the way out.
+
+    Args:
+        reason: 'full' (no space), 'readonly', 'locked' (by another program), 'corrupt', 'version' (written by a newer
+            version) or 'other'.
+    """
+
+    def __init__(self, message: str, reason: StoreFailure) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RequestError(Exception):
@@ -163,3 +179,32 @@ class OutOfMemory(RequestError):
     code = "out_of_memory"
     status = 503
     should_retry = False
+
+
+class StateError(RequestError):
+    """A stored state cannot be used; it is never loaded, and never replaced by the zero state. Counted by `code`."""
+
+    code = "state_unusable"
+    should_retry = False
+
+
+class StateCorrupt(StateError):
+    """A stored state is damaged: truncated, changed, or not the record of its key."""
+
+    code = "state_corrupt"
+
+
+class StateVersion(StateError):
+    """A stored state has a format version that this server does not read."""
+
+    code = "state_version"
+    status = 409
+    fault = "client"
+
+
+class StateForeign(StateError):
+    """A stored state belongs to another model, another initial state or another state type."""
+
+    code = "state_foreign"
+    status = 409
+    fault = "client"

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 
     from rwkv_lightning.core.config import Settings
     from rwkv_lightning.core.engine import RequestSummary
-    from rwkv_lightning.core.interfaces import Backend, RouteGroup, Sampler, SamplerContext, ServerContext
+    from rwkv_lightning.core.interfaces import (
+        Backend,
+        RouteGroup,
+        Sampler,
+        SamplerContext,
+        ServerContext,
+        StateStore,
+    )
 
 NAMESPACE = "rwkv_lightning"
 
@@ -56,6 +63,12 @@ class RegisterSampler(Protocol):
     """`register(name, factory, description)`: the name is what `"sampler"` in a native body takes."""
 
     def __call__(self, name: str, factory: Callable[[SamplerContext], Sampler], description: str) -> None: ...
+
+
+class RegisterStateStore(Protocol):
+    """`register(name, factory, description)`: the name is what `--state-store` takes."""
+
+    def __call__(self, name: str, factory: Callable[[], StateStore], description: str) -> None: ...
 
 
 class RegisterRoutes(Protocol):
@@ -88,6 +101,14 @@ def register_samplers(register: RegisterSampler, section: BaseModel | None) -> N
     """At start-up: offer samplers.
 
     `factory(context)` makes the `Sampler` of one model, once the model and its vocabulary are loaded.
+    """
+
+
+@hookspec
+def register_state_stores(register: RegisterStateStore, section: BaseModel | None) -> None:
+    """At start-up: offer places where states are kept below RAM.
+
+    `factory()` makes a closed `StateStore` and runs only for the one that the user chose; the server opens it.
     """
 
 

@@ -18,7 +18,7 @@ from rwkv_lightning.core import discovery, hookspecs
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.discovery import Found
 from rwkv_lightning.core.errors import PluginError, SettingsError, StartError
-from rwkv_lightning.core.interfaces import Backend, RouteGroup, Sampler, SamplerContext
+from rwkv_lightning.core.interfaces import Backend, RouteGroup, Sampler, SamplerContext, StateStore
 from rwkv_lightning.core.plugin_checks import check_hooks, check_routes
 from rwkv_lightning.core.plugin_sections import check_sections, validate_section
 from rwkv_lightning.core.registry import Origin, Registry, UnknownName
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 BackendFactory = Callable[[], Backend]
 SamplerFactory = Callable[[SamplerContext], Sampler]
+StoreFactory = Callable[[], StateStore]
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class PluginHost:
         self.found = list(discovery.discover() if found is None else found)
         self.backends: Registry[BackendFactory] = Registry("backend")
         self.samplers: Registry[SamplerFactory] = Registry("sampler")
+        self.stores: Registry[StoreFactory] = Registry("state store")
         self.routes: Registry[RouteGroup] = Registry("route group")
         self._manager = pluggy.PluginManager(hookspecs.NAMESPACE)
         self._manager.add_hookspecs(hookspecs)
@@ -105,6 +107,7 @@ class PluginHost:
         for hook, register in (
             ("register_backends", self._adder(self.backends, plugin.origin)),
             ("register_samplers", self._adder(self.samplers, plugin.origin)),
+            ("register_state_stores", self._adder(self.stores, plugin.origin)),
             ("register_routes", self._route_adder(plugin.origin)),
         ):
             self._call(plugin, hook, register=register, section=plugin.section)
@@ -152,6 +155,19 @@ class PluginHost:
         except Exception as error:
             raise PluginError(
                 f"backend {backend.name!r} of {backend.origin} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+
+    def create_store(self, name: str) -> StateStore:
+        """A new, closed state store by name. Raises SettingsError for an unknown one, PluginError when it fails."""
+        try:
+            store = self.stores.get(name)
+        except UnknownName as error:
+            raise SettingsError(f"--state-store: {error}") from None
+        try:
+            return store.value()
+        except Exception as error:
+            raise PluginError(
+                f"state store {store.name!r} of {store.origin} cannot be made: {type(error).__name__}: {error}"
             ) from error
 
     def create_samplers(self, context: SamplerContext) -> dict[str, Sampler]:

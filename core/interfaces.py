@@ -1,4 +1,5 @@
-"""What plugins implement and are given: `Backend`, `Model`, `Linear`, `Sampler`, `RouteGroup`, `ServerContext`.
+"""What plugins implement and are given: `Backend`, `Model`, `Linear`, `Sampler`, `StateStore`, `RouteGroup`,
+`ServerContext`.
 
 A plugin author reads hookspecs.py for when things are called, and this page for what they must do.
 Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C width, H heads, N head size.
@@ -7,7 +8,7 @@ Shapes: T tokens in a step, R rows, S rows that need logits, V vocabulary, C wid
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -189,6 +190,131 @@ class Sampler(Protocol):
 
         A row whose logits hold NaN (or no finite value) gets -1 and is not advanced. `logits` may be overwritten.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class StateInfo:
+    """One line of a state store's index: what is known of a state without reading it.
+
+    Args:
+        key: unique; `core.cache.keys` says how it is made.
+        kind: 'session' (a branch is one too) or 'prefix'.
+        session: the session's id; empty for a prefix.
+        branch: the branch's number; 0 for the session itself and for a prefix.
+        parent: the key of the state that this one went on from; empty for none.
+        model: the fingerprint of the model it belongs to.
+        initial: what its sequence began from; empty for the zero state.
+        tokens: how many tokens it has seen, its tail included.
+        token_hash: their hash (core/cache/record.py).
+        last_text: the last few words, for people.
+        created: Unix seconds.
+        nbytes: bytes that the record takes in the store.
+    """
+
+    key: str
+    kind: Literal["session", "prefix"]
+    session: str
+    branch: int
+    parent: str
+    model: str
+    initial: str
+    tokens: int
+    token_hash: str
+    last_text: str
+    created: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """A state as a store takes it: its index line, its record, and for a prefix its tokens (`core.cache.prefix.pack`).
+
+    The record is opaque to the store, which gives it back byte for byte.
+    """
+
+    info: StateInfo
+    data: bytes
+    tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a store holds: states of each kind, and the sum of their `nbytes`."""
+
+    sessions: int
+    prefixes: int
+    nbytes: int
+
+
+class StateStore(Protocol):
+    """A tier below RAM: keeps states by key, and the numbers of branches, across restarts.
+
+    Called from worker threads, never in the event loop; reads and writes may come from two threads at once. Every
+    method raises errors.StoreError when the store fails, and has then changed nothing that a later call can see,
+    except that a branch number may be lost. What a `put` that returned has stored outlives the process.
+    """
+
+    location: str  # what the log calls the place, once open
+
+    def open(self, location: str | None = None) -> None:
+        """Make ready to serve from `--state-db`, or from the store's own default. Reads no states.
+
+        Raises errors.StartError when another server uses the same place, errors.StoreError when it cannot be used.
+        """
+
+    def close(self) -> None:
+        """Release everything; never raises. A closed store may be opened again."""
+
+    def put(self, states: Sequence[StoredState]) -> None:
+        """Store all or none of them; a state of the same key is replaced. A branch's number counts as reserved."""
+
+    def get(self, key: str) -> bytes | None:
+        """The record of a key, or None."""
+
+    def info(self, key: str) -> StateInfo | None:
+        """The index line of a key, or None."""
+
+    def family(self, session: str) -> list[StateInfo]:
+        """The session itself and its branches, by number."""
+
+    def sessions(self, *, limit: int | None = None, offset: int = 0, exclude: Collection[str] = ()) -> list[StateInfo]:
+        """Sessions and branches, the newest first (by `created`, then key), without the excluded keys."""
+
+    def count(self, exclude: Collection[str] = ()) -> int:
+        """How many sessions and branches there are, without the excluded keys."""
+
+    def prefixes(self, model: str, limit: int | None = None) -> list[tuple[StateInfo, bytes]]:
+        """Prefixes of a model with their tokens, the last used first."""
+
+    def touch(self, keys: Collection[str], now: float) -> None:
+        """Note that these states were used at `now` (Unix seconds). A put counts as a use at `created`."""
+
+    def delete(self, keys: Collection[str]) -> int:
+        """Delete states; how many there were. Branch numbers stay."""
+
+    def evict(self, budget: int) -> list[str]:
+        """Delete states until at most `budget` bytes are used: prefixes first, then the least recently used.
+
+        The result is the deleted keys.
+        """
+
+    def reserve_branches(self, session: str, count: int = 1, at_least: int = 1) -> int:
+        """The first of `count` branch numbers that were never reserved before: 1 and up, and not below `at_least`.
+
+        Numbers outlive the process, and the deletion of the session.
+        """
+
+    def usage(self) -> StoreUsage:
+        """What it holds, in a moment however much that is."""
+
+    def get_meta(self, name: str) -> str | None:
+        """A text stored under a name, or None."""
+
+    def set_meta(self, name: str, value: str) -> None:
+        """Store a text under a name."""
+
+    def check(self) -> Sequence[str]:
+        """What is wrong with it, in sentences; empty when all is well. Reads everything."""
 
 
 @dataclass(frozen=True, slots=True)

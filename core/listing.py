@@ -9,7 +9,13 @@ from rwkv_lightning.core.errors import StartError
 from rwkv_lightning.core.host import Plugin, PluginHost
 from rwkv_lightning.core.registry import Origin
 
-REGISTERING = ("register_backends", "register_samplers", "register_routes", "plugin_settings")
+REGISTERING = (
+    "register_backends",
+    "register_samplers",
+    "register_state_stores",
+    "register_routes",
+    "plugin_settings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class Listing:
 def listings(host: PluginHost, device: str) -> list[Listing]:
     """What the host has, backends probed for `device`, then plugins that act by other hooks, then those not loaded."""
     lines = [*_backends(host, device)]
-    for registry in (host.samplers, host.routes):
+    for registry in (host.samplers, host.stores, host.routes):
         lines += [_line(registry.kind, item.name, item.origin, item.description) for item in registry]
     lines += [_other_hooks(plugin) for plugin in host.plugins if set(plugin.hooks) - set(REGISTERING)]
     return [*lines, *_not_loaded(host)]

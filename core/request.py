@@ -33,6 +33,7 @@ class SamplingParams:
         end_token: id that ends a row (0, end of text), or None to run through it.
         logit_bias: token id -> value added to the logit before penalties.
         top_logprobs: None for no log-probabilities, else how many alternatives per token (0 to 20).
+        prompt_logprobs: the prompt's tokens get log-probabilities too; such a prompt is read whole, from no cache.
     """
 
     sampler: str
@@ -43,15 +44,23 @@ class SamplingParams:
     end_token: int | None = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one generated token, from the distribution before temperature, filters and penalties."""
+    """Log-probability of one token, from the distribution before bias, temperature, filters and penalties.
+
+    Args:
+        logprob: None for the first token of a prompt, which nothing predicts.
+        top: the likeliest tokens in its place, with theirs, in falling order.
+        shown: how many of its bytes lie in the returned text, where the text ends inside the token; None for all.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    shown: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,8 @@ class Usage:
 class Event:
     """News of one row: text that is now certain, and at the end the reason and the usage.
 
-    `tokens` are the ids generated since the row's previous event (the end-of-text token included).
+    `tokens` are the ids generated since the row's previous event (the end-of-text token included). `logprobs` come with
+    the text they belong to or later; those of the prompt, where asked for, first; none for tokens that are in no text.
     """
 
     request_id: str

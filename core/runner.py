@@ -30,7 +30,15 @@ class ModelRunner:
         self._prepare(step)
         logits = self.model.forward(make_batch(step.chunks, self.model.device), self.states)
         self._fork(step)
-        return draw(logits, step.samples)
+        drawn_from = sum(chunk.wants_logits for chunk in step.chunks)
+        if len(logits) > drawn_from:
+            note_prompt_logprobs(step.chunks, logits[drawn_from:])
+        return draw(logits[:drawn_from], step.samples)
+
+    def release_memory(self) -> None:
+        """After running out of memory: give back what torch holds in reserve on the device."""
+        if self.model.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _prepare(self, step: Step) -> None:
         for sequence, slot in step.saves:
@@ -51,21 +59,47 @@ class ModelRunner:
 
 
 def make_batch(chunks: Seq[Chunk], device: str) -> Batch:
-    """The chunks of a step as one ragged batch, rows in the order of the chunks."""
+    """The chunks of a step as one ragged batch, rows in the order of the chunks.
+
+    Logits come after the last token of each chunk that wants them, then after every token of the prompts that are to
+    get log-probabilities.
+    """
     tokens: list[int] = []
     offsets = [0]
     positions: list[int] = []
+    scored: list[int] = []
     for chunk in chunks:
         tokens += chunk.tokens
         offsets.append(len(tokens))
         if chunk.wants_logits:
             positions.append(len(tokens) - 1)
+        if is_scored(chunk):
+            scored += range(offsets[-2], offsets[-1])
     return Batch(
         tokens=torch.tensor(tokens, dtype=torch.int32, device=device),
         offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         slots=torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int32, device=device),
-        logit_positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        logit_positions=torch.tensor(positions + scored, dtype=torch.int64, device=device),
     )
+
+
+def is_scored(chunk: Chunk) -> bool:
+    """Whether these are prompt tokens whose request asks for the log-probabilities of its prompt."""
+    return chunk.sequence.params.prompt_logprobs and not chunk.sequence.generated
+
+
+def note_prompt_logprobs(chunks: Seq[Chunk], logits: torch.Tensor) -> None:
+    """Give the scored chunks' rows the log-probabilities of the tokens that come next in their prompts.
+
+    logits [S, V]: a row for each token of these chunks, in order.
+    """
+    for chunk in filter(is_scored, chunks):
+        known = chunk.sequence.prompt_logprobs
+        targets = chunk.sequence.prompt[len(known) : len(known) + len(chunk.tokens)]
+        logprobs = torch.log_softmax(logits[: len(targets)], dim=-1)
+        logits = logits[len(chunk.tokens) :]
+        count = chunk.sequence.params.top_logprobs or 0
+        known += [_of_token(row, count, token) for row, token in zip(logprobs, targets, strict=True)]
 
 
 def draw(logits: torch.Tensor, samples: Seq[Sample]) -> list[Sampled]:
@@ -115,9 +149,11 @@ def _logprobs(logits: torch.Tensor, samples: Seq[Sample]) -> dict[int, tuple[tor
 
 
 def _with_token(distribution: tuple[torch.Tensor, int] | None, token: int) -> TokenLogprob | None:
-    if distribution is None or token < 0:
-        return None
-    logprobs, count = distribution
+    return None if distribution is None or token < 0 else _of_token(*distribution, token)
+
+
+def _of_token(logprobs: torch.Tensor, count: int, token: int) -> TokenLogprob:
+    """One token's entry from the log-probabilities [V] of all, with the `count` likeliest."""
     values, ids = logprobs.topk(count) if count else (logprobs[:0], logprobs[:0])
     top = tuple(zip(map(int, ids.tolist()), values.tolist(), strict=True))
     return TokenLogprob(token, float(logprobs[token]), top)

@@ -308,6 +308,7 @@ class Scheduler:
         without_slot = []
         for follower in leader.followers:
             follower.prefilled, follower.snapshot = len(follower.prompt), None  # the initial state is behind it
+            follower.prompt_logprobs = leader.prompt_logprobs
             slot = self.ledger.acquire(follower)
             if slot is None:
                 self._move(follower, State.SWAPPED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,14 @@ class TextOutput(Protocol):
     @property
     def stopped(self) -> bool:
         """A stop text has appeared; the text handed out ends before it."""
+
+    @property
+    def pending(self) -> int:
+        """How many of the latest tokens do not lie wholly in the text handed out."""
+
+    @property
+    def shown(self) -> int:
+        """How many bytes of the first pending token do."""
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token, perhaps none."""
@@ -86,6 +94,7 @@ class Sequence:
         generated: tokens drawn so far; the newest has not been fed.
         pending: the tokens to feed next while decoding (one), None until the first draw.
         followers: rows with the same prompt and initial state, which will copy this row's state.
+        prompt_logprobs: of the prompt's tokens read so far and of the next one, where the request asks for them.
         seated: the number of the step in which it got its slot.
         touched: the number of the last step that gave it a slot or prompt tokens, or took its slot away.
     """
@@ -102,6 +111,7 @@ class Sequence:
         "pending",
         "prefilled",
         "prompt",
+        "prompt_logprobs",
         "reported",
         "request",
         "row",
@@ -132,7 +142,8 @@ class Sequence:
         self.generated: list[int] = []
         self.reported = 0  # generated tokens that events have told of
         self.text = ""  # certain, and not told yet
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] = []  # not told yet
+        self.prompt_logprobs = [TokenLogprob(self.prompt[0], None)] if self.params.prompt_logprobs else []
 
     @property
     def unread(self) -> int:
@@ -142,12 +153,14 @@ class Sequence:
     def accept(self, sampled: Sampled) -> FinishReason | None:
         """Take a drawn token in; returns why the row ends with it, if it does."""
         token, logprob = sampled
+        if not self.generated:
+            self.logprobs += self.prompt_logprobs
         self.generated.append(token)
         self.pending = (token,)
-        if logprob is not None:
-            self.logprobs.append(logprob)
         if token == self.params.end_token:
             return FinishReason.STOP
+        if logprob is not None:
+            self.logprobs.append(logprob)
         self.text += self.output.push(token)
         if self.output.stopped:
             return FinishReason.STOP
@@ -158,9 +171,12 @@ class Sequence:
         return self.text != "" and len(self.generated) - self.reported >= self.request.chunk_size
 
     def news(self) -> Event:
-        """An event with everything since the last one."""
-        event = Event(self.request.id, self.row, self.text, self.generated[self.reported :], self.logprobs)
-        self.text, self.logprobs, self.reported = "", [], len(self.generated)
+        """An event with everything since the last one, but the log-probabilities of text that is still held back."""
+        ready = len(self.logprobs) - self.output.pending if self.logprobs else 0
+        event = Event(
+            self.request.id, self.row, self.text, self.generated[self.reported :], self.logprobs[:ready]
+        )
+        self.text, self.logprobs, self.reported = "", self.logprobs[ready:], len(self.generated)
         return event
 
     def last_news(self, error: Exception | None = None) -> Event:
@@ -168,6 +184,8 @@ class Sequence:
         if not self.output.stopped:
             self.text += self.output.flush()
         event = self.news()
+        if self.logprobs and self.output.shown:
+            event.logprobs.append(replace(self.logprobs[0], shown=self.output.shown))
         event.finish_reason = self.finish_reason
         event.usage = Usage(len(self.prompt), self.cached, len(self.generated))
         event.error = error

@@ -96,7 +96,7 @@ class TextOutput:
         stops: the request's stops.
     """
 
-    __slots__ = ("_held", "_node", "_plain", "_remaining", "_stops", "_token_bytes", "pushed", "stopped")
+    __slots__ = ("_held", "_node", "_plain", "_remaining", "_stops", "_token_bytes", "pushed", "shown", "stopped")
 
     def __init__(self, token_bytes: Sequence[bytes], stops: StopSet) -> None:
         self._token_bytes = token_bytes
@@ -106,6 +106,7 @@ class TextOutput:
         self._remaining: deque[int] = deque()  # how many of them lie in each pending token
         self._node = 0  # of the automaton, after the held bytes
         self.pushed = 0
+        self.shown = 0  # bytes of the first pending token that lie in the returned text
         self.stopped = False  # a stop matched: the text is complete, later tokens change nothing
 
     def push(self, token: int) -> str:
@@ -179,8 +180,10 @@ class TextOutput:
         any_text = count > 0 or self.covered > 0
         while any_text and remaining and remaining[0] <= count:
             count -= remaining.popleft()
+            self.shown = 0
         if count:
             remaining[0] -= count
+            self.shown += count
 
 
 def decode_text(token_bytes: Sequence[bytes], ids: Sequence[int]) -> str:

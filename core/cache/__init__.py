@@ -1,0 +1,1 @@
+"""The state hierarchy: records, the RAM tier, sessions and their leases, the prefix tree."""
