@@ -1,8 +1,7 @@
 """What the scheduler costs per step, without a model: `python -m benchmarks.scheduler`.
 
-Rows decode in a steady state beside any number of waiting rows; a turn is `schedule` and `update`, the text's part left
-out. Prints the median over the turns of microseconds of CPU time per decoding row, and of one turn in which a row ends and the
-next begins.
+Rows decode in a steady state beside any number of waiting rows. A turn is `schedule` and `update`, the text's part left
+out. Prints medians of CPU time: of a turn, per decoding row, and of a turn before which a request left and one came.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from statistics import median
 from time import process_time
 
 from rwkv_lightning.core.ledger import SlotLedger
-from rwkv_lightning.core.request import GenerationRequest, SamplingParams
+from rwkv_lightning.core.request import GenerationRequest, SamplingParams, Tokens
 from rwkv_lightning.core.scheduler import RowParts, Sampled, Scheduler
 
 DRAWN = Sampled(1)
@@ -46,7 +45,7 @@ def fill(rows: int, waiting: int, requests: int, chunk_size: int) -> Scheduler:
 
 def add(scheduler: Scheduler, name: str, rows: int, chunk_size: int) -> None:
     params = SamplingParams("none", None, max_tokens=1 << 40)
-    prompts = [(1 + row, 2, 3, 4) for row in range(rows)]
+    prompts: list[Tokens] = [(1 + row, 2, 3, 4) for row in range(rows)]
     parts = [RowParts(None, None, NoText()) for _ in prompts]  # type: ignore[arg-type]
     scheduler.add(GenerationRequest(name, prompts, params, chunk_size), parts)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -103,12 +103,14 @@ def _add_error_handlers(app: FastAPI, groups: list[RouteGroup]) -> None:
         return render(request, InvalidField(str(first["msg"]), param=".".join(map(str, first["loc"][1:]))))
 
     async def on_exception(request: Request, error: Exception) -> Response:
+        trace_id = getattr(request.state, "request_id", "-")
+        log.error("%s %s failed [%s]", request.method, request.url.path, trace_id, exc_info=error)
         return render(request, InternalError("something unexpected went wrong; the log has the trace id"))
 
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(Exception, on_exception)
+    app.state.on_exception = on_exception
 
 
 def _group_by_path(groups: list[RouteGroup], path: str) -> RouteGroup | None:
@@ -143,14 +145,22 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = incoming_id(scope) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        await self.app(scope, receive, self._sender(send, request_id))
+        state = scope.setdefault("state", {})
+        state["request_id"] = incoming_id(scope) or uuid.uuid4().hex
+        send = self._sender(send, state)
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:  # a bug; the connection lives on unless the answer has begun
+            if state.get("answer_begun"):
+                raise
+            response = await scope["app"].state.on_exception(Request(scope), error)
+            await response(scope, receive, send)
 
-    def _sender(self, send: Send, request_id: str) -> Callable[[Message], Awaitable[None]]:
+    def _sender(self, send: Send, state: dict[str, Any]) -> Send:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                state["answer_begun"] = True
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
                 if message["status"] >= 500 or message["status"] < 300:
                     self.metrics.outcomes.add(message["status"] < 300)
             await send(message)

@@ -1,4 +1,4 @@
-"""The command line: `rwkv-lightning serve | inspect | plugins`.
+"""The command line: `rwkv-lightning serve | inspect | plugins | config`.
 
 `serve` is meant when the first argument is an option. Whatever stops a command is one sentence on stderr and exit
 code 1; a plugin's failure shows its traceback too.
@@ -120,14 +120,16 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
         epilog=EXAMPLES,
     )
     top.add_argument("--version", action="version", version=f"{PROGRAM} {version(PROGRAM)}")
-    serve, inspect, plugins = (_command(name) for name in SUMMARIES)
+    serve, inspect, plugins, config = (_command(name) for name in SUMMARIES)
     add_options(serve)
     serve.epilog = f"{SERVE_NOTE}\n\n{EXAMPLES}"
     inspect.add_argument("file", help="the model file; tried as given, then with .pth, then with .safetensors")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     plugins.add_argument("--json", action="store_true", help="print a JSON list")
     add_options(plugins, ("general", "engine", "plugins"))
-    return top, {"serve": serve, "inspect": inspect, "plugins": plugins}
+    config.add_argument("--json", action="store_true", help="print a JSON list")
+    add_options(config)
+    return top, {"serve": serve, "inspect": inspect, "plugins": plugins, "config": config}
 
 
 def _command(name: str) -> Parser:
@@ -175,12 +177,24 @@ def plugins(options: dict[str, Any]) -> None:
     print(json.dumps([dataclasses.asdict(line) for line in lines], indent=2) if as_json else as_table(lines))
 
 
+def config(options: dict[str, Any]) -> None:
+    """Print what `serve` would run with under the same options, and where each setting came from."""
+    as_json = options.pop("json")
+    settings = load_settings(options)
+    from rwkv_lightning.core import effective
+    from rwkv_lightning.core.host import PluginHost
+
+    lines = effective.effective(settings, options, PluginHost(settings))
+    print(json.dumps(effective.as_json(lines), indent=2) if as_json else effective.as_table(lines))
+
+
 SUMMARIES = {
     "serve": "serve a model over HTTP (the default when the first argument is an option)",
     "inspect": "say what a model file is: shape, type, size, fingerprint",
     "plugins": "list backends, samplers and route groups, where they come from and whether they work here",
+    "config": "print the effective settings and where each came from; takes the options of serve",
 }
-COMMANDS = {"serve": serve, "inspect": inspect, "plugins": plugins}
+COMMANDS = {"serve": serve, "inspect": inspect, "plugins": plugins, "config": config}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,7 +46,15 @@ def _mount(app: FastAPI, method: str, path: str, claimants: list[Claimant]) -> N
 
     schemas = [dict(claim.body_schema) for claim, _ in claimants]
     schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
-    app.add_api_route(path, endpoint, methods=[method], openapi_extra=body_in_openapi(schema))
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        name=f"{method} {path}",
+        description="\n\n".join(claim.handle.__doc__ or claim.label for claim, _ in claimants),
+        tags=[group.name for _, group in claimants],
+        openapi_extra=body_in_openapi(schema),
+    )
 
 
 def choose(body: dict[str, Any], claimants: list[Claimant], fallback: Claimant) -> Claimant:

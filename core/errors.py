@@ -208,3 +208,9 @@ class StateForeign(StateError):
     code = "state_foreign"
     status = 409
     fault = "client"
+
+
+class StateUnavailable(Overloaded):
+    """The state store cannot be asked at the moment; what is in memory goes on."""
+
+    code = "state_unavailable"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rwkv_lightning.core.errors import BadRequest, InvalidField
+from rwkv_lightning.core.errors import BadRequest, InvalidField, MissingField
 from rwkv_lightning.core.request import GenerationRequest, SamplingParams, Tokens
+from rwkv_lightning.core.text.output import MAX_STOP_BYTES
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.config import Settings
@@ -24,9 +25,10 @@ SEED_BITS = 64
 
 
 def validate(model: type[M], body: Mapping[str, Any]) -> M:
-    """The body as `model`; null counts as absent. Raises InvalidField naming the first field at fault.
+    """The body as `model`; null counts as absent.
 
-    `extra["errors"]` of the exception lists every fault as pydantic does, without the input.
+    Raises InvalidField (MissingField where one is missing) naming the first field at fault. `extra["errors"]` of the
+    exception lists every fault as pydantic does, without the input.
     """
     try:
         return model.model_validate({name: value for name, value in body.items() if value is not None})
@@ -36,7 +38,8 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
         message = faults[0]["msg"]
         if param and not message.startswith(faults[0]["loc"][0]):
             message = f"{param}: {message}"
-        raise InvalidField(message, param=param or None, extra={"errors": faults}) from None
+        kind = MissingField if faults[0]["type"] == "missing" else InvalidField
+        raise kind(message, param=param or None, extra={"errors": faults}) from None
 
 
 def _located(fault: dict[str, Any]) -> dict[str, Any]:
@@ -71,16 +74,26 @@ def sampling_params(
     max_tokens: int,
     max_tokens_param: str = "max_tokens",
     stop: Sequence[str] = (),
+    stop_param: str = "stop_tokens",
     seed: int | None = None,
     logit_bias: Mapping[int, float] | None = None,
     top_logprobs: int | None = None,
+    prompt_logprobs: bool = False,
 ) -> SamplingParams:
-    """Check a request's sampling fields against its sampler and the server's limits. Raises InvalidField."""
+    """Check a request's sampling fields against its sampler and the server's limits.
+
+    The `_param` arguments are what the client calls a field. Raises InvalidField.
+    """
     if max_tokens > settings.max_tokens_limit:
         raise InvalidField(
             f"{max_tokens_param}: {max_tokens} is more than this server allows "
             f"({settings.max_tokens_limit}, --max-tokens-limit)",
             param=max_tokens_param,
+        )
+    if sum(len(text.encode()) for text in stop) > MAX_STOP_BYTES:
+        raise InvalidField(
+            f"{stop_param}: the stop texts have more than {MAX_STOP_BYTES} bytes in all; send fewer or shorter ones",
+            param=stop_param,
         )
     name, chosen = find_sampler(engine, sampler)
     return SamplingParams(
@@ -91,6 +104,7 @@ def sampling_params(
         seed=secrets.randbits(SEED_BITS) if seed is None else seed % 2**SEED_BITS,
         logit_bias=logit_bias or {},
         top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry
@@ -160,6 +160,16 @@ def shutdown(context: ServerContext) -> None:
 
     Plugins are called in the reverse order of their start; one that fails is logged and the others go on.
     """
+
+
+@hookspec
+def readiness_checks(context: ServerContext) -> Iterable[str] | None:
+    """Once per GET /v1/health, in the event loop: what keeps the server from being ready, a sentence each.
+
+    With any sentence health is 503 and shows them, so that a balancer sends requests elsewhere; those that come all
+    the same are served. None or an empty list means ready. Must not block; an exception is logged and means not ready.
+    """
+    return None
 
 
 @hookspec

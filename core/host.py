@@ -217,10 +217,22 @@ class PluginHost:
         while self._started:
             self._observe(self._started.pop(), "shutdown", context=context)
 
+    def readiness_checks(self, context: ServerContext) -> list[str]:
+        """What keeps the plugins from being ready, a sentence each, beginning with the plugin's name. Never raises."""
+        return [f"{plugin.origin.plugin}: {why}" for plugin in self.plugins for why in self._not_ready(plugin, context)]
+
     def request_finished(self, summary: RequestSummary) -> None:
         """Tell the plugins. Never raises."""
         for plugin in self.plugins:
             self._observe(plugin, "request_finished", summary=summary)
+
+    def _not_ready(self, plugin: Plugin, context: ServerContext) -> list[str]:
+        try:
+            answers = self._call(plugin, "readiness_checks", context=context)
+            return [why for answer in answers for why in ([answer] if isinstance(answer, str) else answer or ())]
+        except Exception as error:
+            log.error("%s failed in readiness_checks", plugin.origin, exc_info=error)
+            return ["its readiness check failed; the log says how"]
 
     def _observe(self, plugin: Plugin, hook: str, **arguments: Any) -> None:
         if hook in plugin.hooks:

@@ -102,8 +102,21 @@ def _equal(a: str, b: str) -> bool:
 
 
 def body_in_openapi(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its own body."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    """`openapi_extra` of a route that reads its own body; the schema's definitions are written out, none recursive."""
+    content = {"application/json": {"schema": _without_refs(schema, {})}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _without_refs(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema that stands by itself anywhere in a document: `$ref` to its `$defs` replaced by what they name."""
+    if isinstance(schema, list):
+        return [_without_refs(item, definitions) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    definitions = {**definitions, **schema.get("$defs", {})}
+    if "$ref" in schema:
+        return _without_refs(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _without_refs(value, definitions) for key, value in schema.items() if key != "$defs"}
 
 
 def ignored_fields(body: dict[str, Any], known: Iterable[str]) -> dict[str, str]:

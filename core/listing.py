@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 
 from rwkv_lightning.core.errors import StartError
 from rwkv_lightning.core.host import Plugin, PluginHost
+from rwkv_lightning.core.interfaces import RouteGroup
+from rwkv_lightning.core.plugin_checks import routes_of
 from rwkv_lightning.core.registry import Origin
 
 REGISTERING = (
@@ -35,8 +37,9 @@ class Listing:
 def listings(host: PluginHost, device: str) -> list[Listing]:
     """What the host has, backends probed for `device`, then plugins that act by other hooks, then those not loaded."""
     lines = [*_backends(host, device)]
-    for registry in (host.samplers, host.stores, host.routes):
+    for registry in (host.samplers, host.stores):
         lines += [_line(registry.kind, item.name, item.origin, item.description) for item in registry]
+    lines += [_line(host.routes.kind, item.name, item.origin, _paths(item.value)) for item in host.routes]
     lines += [_other_hooks(plugin) for plugin in host.plugins if set(plugin.hooks) - set(REGISTERING)]
     return [*lines, *_not_loaded(host)]
 
@@ -55,6 +58,13 @@ def _backends(host: PluginHost, device: str) -> Iterator[Listing]:
             reason = str(error)
         status = "unusable" if reason else "ready"
         yield _line("backend", item.name, item.origin, item.description, reason or "", status)
+
+
+def _paths(group: RouteGroup) -> str:
+    """The first paths of a route group and how many more there are."""
+    paths = list(dict.fromkeys([*(path for _, path in routes_of(group)), *(claim.path for claim in group.claims)]))
+    more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+    return ", ".join(paths[:2]) + more
 
 
 def _other_hooks(plugin: Plugin) -> Listing:

@@ -34,7 +34,7 @@ def options(groups: Iterable[str] = GROUPS) -> Iterator[Option]:
         for name, field in Settings.model_fields.items():
             extra = field.json_schema_extra
             if isinstance(extra, dict) and extra["group"] == group:
-                yield _option(name, field, group, str(extra["shown"] or _text(field.default)))
+                yield _option(name, field, group, str(extra["shown"] or as_text(field.default)))
 
 
 def _option(name: str, field: FieldInfo, group: str, default: str) -> Option:
@@ -45,7 +45,8 @@ def _option(name: str, field: FieldInfo, group: str, default: str) -> Option:
     return Option(name, flags, variable_name(name), group, field.description or "", default, is_flag, is_list)
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A setting's value as help texts and tables show it."""
     if value is None or value == ():
         return "none"
     if isinstance(value, bool):

@@ -57,7 +57,7 @@ def check_routes(groups: Iterable[Registered[RouteGroup]]) -> None:
     routes: dict[tuple[str, ...], Origin] = {}
     claims: dict[tuple[str, ...], Origin] = {}
     for group in groups:
-        for place in _routes(group.value):
+        for place in routes_of(group.value):
             _take(routes, place, group.origin)
         for place in _claims(group.value):
             _take(claims, place, group.origin)
@@ -75,7 +75,7 @@ def _take(taken: dict[tuple[str, ...], Origin], place: tuple[str, ...], origin: 
     taken[place] = origin
 
 
-def _routes(group: RouteGroup) -> Iterator[tuple[str, ...]]:
+def routes_of(group: RouteGroup) -> Iterator[tuple[str, ...]]:
     flatten: Callable[[Any], Iterable[Any]] = getattr(
         fastapi.routing, "iter_route_contexts", iter
     )  # older FastAPI keeps routers flat

@@ -83,6 +83,8 @@ class GenerationRequest:
     chunk_size: int = 1  # tokens gathered before a row's text is handed on
     source: StateSource = field(default_factory=StateSource)
     target: StateTarget = field(default_factory=StateTarget)
+    use_prefix_cache: bool = True
+    boundaries: Tokens = ()  # positions in every prompt after which its state is worth keeping: ends of messages
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ import torch
 
 from rwkv_lightning.core.interfaces import Batch
 from rwkv_lightning.core.request import TokenLogprob
-from rwkv_lightning.core.scheduler import Sampled
+from rwkv_lightning.core.sequence import Backup, Sampled
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import Model, Sampler, SlotStates
-    from rwkv_lightning.core.scheduler import Chunk, Sequence, Step
+    from rwkv_lightning.core.sequence import Chunk, Sequence, Step
 
     Sample = tuple[Sequence, int]  # a row and the logits row it draws from
 
@@ -28,12 +28,21 @@ class ModelRunner:
     def run(self, step: Step) -> list[Sampled]:
         """Move states, run the forward, fork, and draw: one `Sampled` per entry of `step.samples`."""
         self._prepare(step)
-        logits = self.model.forward(make_batch(step.chunks, self.model.device), self.states)
+        logits = self._forward(step)
+        self._capture(step, logits)
         self._fork(step)
+        return draw(logits, step.samples)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """The logits to draw from: those of the chunks that want them, then the rows that are ready."""
+        ready = [torch.stack(step.ready)] if step.ready else []
+        if not step.chunks:
+            return ready[0]
+        logits = self.model.forward(make_batch(step.chunks, self.model.device), self.states)
         drawn_from = sum(chunk.wants_logits for chunk in step.chunks)
         if len(logits) > drawn_from:
             note_prompt_logprobs(step.chunks, logits[drawn_from:])
-        return draw(logits[:drawn_from], step.samples)
+        return torch.cat([logits[:drawn_from], *ready]) if ready else logits[:drawn_from]
 
     def release_memory(self) -> None:
         """After running out of memory: give back what torch holds in reserve on the device."""
@@ -43,11 +52,23 @@ class ModelRunner:
     def _prepare(self, step: Step) -> None:
         for sequence, slot in step.saves:
             sequence.snapshot = self.states.export(slot)
+        for pair in step.copies:  # one by one: a slot may be read, and then given to somebody else
+            self.states.copy([pair])
         for sequence, slot in step.restores:
-            self.states.restore(slot, sequence.snapshot)
+            # A state that a cache keeps has its numbers in a snapshot of its own.
+            self.states.restore(slot, getattr(sequence.snapshot, "snapshot", sequence.snapshot))
             sequence.snapshot = None
         if step.resets:
             self.states.reset(step.resets)
+        for sequence, slot in step.backups:
+            sequence.backup = Backup(len(sequence.generated) - 1, self.states.export(slot))
+            sequence.wants_backup = False
+
+    def _capture(self, step: Step, logits: torch.Tensor) -> None:
+        for capture in step.captures:
+            capture.snapshot = self.states.export(capture.slot)
+            if capture.logits_row is not None:
+                capture.logits = logits[capture.logits_row].clone()
 
     def _fork(self, step: Step) -> None:
         if step.forks:
@@ -102,6 +123,7 @@ def note_prompt_logprobs(chunks: Seq[Chunk], logits: torch.Tensor) -> None:
         known += [_of_token(row, count, token) for row, token in zip(logprobs, targets, strict=True)]
 
 
+@torch.inference_mode()  # logits come from a forward in this mode, and bias is added in place
 def draw(logits: torch.Tensor, samples: Seq[Sample]) -> list[Sampled]:
     """One token per sample from float32 logits [S, V]; several samples may share a logits row."""
     if not samples:

@@ -6,6 +6,7 @@ The residual stream and the shift states are float32; the operators' inputs and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +15,7 @@ import torch
 from rwkv_lightning.core.slots import LayerStates, SlotPool
 from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
 from rwkv_lightning.kernels import recurrent
-from rwkv_lightning.kernels.linear import LinearGroup, PackedLinear, ReferenceLinear
+from rwkv_lightning.kernels.linear import KernelLinear, LinearGroup
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class RWKV7:
         self._head = _Operators("head", [source.linear("head.weight")], dtype=torch.float32)
 
     def new_states(self, count: int) -> SlotPool:
-        """Room for `count` resident states; a slot must be reset or restored before its first use."""
+        """Room for `count` resident states, zero at first."""
         return SlotPool(self.config, count, dtype=self._state_dtype, device=self.device)
 
     def state_nbytes(self) -> int:
@@ -147,9 +148,10 @@ class _Operators:
         self._name = name
         self._linears = linears
         self._widths = tuple(linear.out_features for linear in linears)
-        self._activations = (*activations, *["none"] * (len(linears) - len(activations)))
+        others: list[Activation] = ["none"] * (len(linears) - len(activations))
+        self._activations = (*activations, *others)
         self._dtype = dtype
-        own = [linear for linear in linears if isinstance(linear, PackedLinear | ReferenceLinear)]
+        own = [linear for linear in linears if isinstance(linear, KernelLinear)]
         self._group = LinearGroup(own) if len(own) == len(linears) else None
 
     def __call__(self, xs: Sequence[torch.Tensor], b: Buffers) -> Sequence[torch.Tensor]:
@@ -172,17 +174,18 @@ def _head_weights(source: WeightSource, att: str, is_first: bool) -> HeadWeights
 
 def _check(batch: Batch, vocab_size: int, slot_count: int) -> Rows:
     """The row structure of a batch whose every index is in range: the kernels check nothing."""
-    tokens, offsets, slots = batch.tokens.numel(), batch.offsets.tolist(), batch.slots.tolist()
-    lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
-    if len(offsets) != len(slots) + 1 or not slots or offsets[0] != 0 or offsets[-1] != tokens or min(lengths) < 1:
-        raise ValueError(f"batch.offsets {offsets} do not cut {tokens} tokens into {len(slots)} rows")
-    if len(set(slots)) < len(slots) or min(slots) < 0 or max(slots) >= slot_count:
-        raise ValueError(f"batch.slots {slots} must be distinct and lie in 0..{slot_count - 1}")
-    _check_range("tokens", batch.tokens, vocab_size)
-    _check_range("logit_positions", batch.logit_positions, tokens)
-    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), tokens)
+    tokens, offsets, slots = batch.tokens.tolist(), batch.offsets.tolist(), batch.slots.tolist()
+    rising = all(map(operator.lt, offsets, offsets[1:]))
+    if not slots or len(offsets) != len(slots) + 1 or not rising or offsets[0] != 0 or offsets[-1] != len(tokens):
+        raise ValueError(f"batch.offsets {offsets} do not cut {len(tokens)} tokens into {len(slots)} rows")
+    if len(set(slots)) < len(slots):
+        raise ValueError(f"batch.slots {slots} must be distinct")
+    _check_range("slots", slots, slot_count)
+    _check_range("tokens", tokens, vocab_size)
+    _check_range("logit_positions", batch.logit_positions.tolist(), len(tokens))
+    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), len(tokens))
 
 
-def _check_range(name: str, values: torch.Tensor, end: int) -> None:
-    if values.numel() and (int(values.min()) < 0 or int(values.max()) >= end):
-        raise ValueError(f"batch.{name} must lie in 0..{end - 1}; they reach from {values.min()} to {values.max()}")
+def _check_range(name: str, values: list[int], end: int) -> None:
+    if values and (min(values) < 0 or max(values) >= end):
+        raise ValueError(f"batch.{name} must lie in 0..{end - 1}, not in {min(values)}..{max(values)}")

@@ -1,9 +1,9 @@
 """Continuous batching: which rows are fed what in the next step, and what their new tokens mean.
 
 Every row that is decoding gets one token in every step. Beside them, prompts are read in chunks within a token budget,
-in turns between requests. When slots are short, requests that hold fewer come first (turns.py) and rows are swapped to
-host memory and back. A turn is `schedule() -> Step`, the runner's work, then `update` (or `fail`) with the same step;
-`add` and `abort` may come at any point between. Nothing here knows of tensors, clocks or threads.
+in turns between requests (planner.py). When slots are short, requests that hold fewer come first, and rows are swapped
+to host memory and back (turns.py). One turn is `schedule() -> Step`, the runner's work, then `update` (or `fail`) with
+the same step; `add` and `abort` may come at any point between. Nothing here knows of tensors, clocks or threads.
 
 The work per step grows with the rows in it, not with those that wait.
 """
@@ -11,13 +11,16 @@ The work per step grows with the rows in it, not with those that wait.
 from __future__ import annotations
 
 import typing
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from rwkv_lightning.core.errors import RowFailed
-from rwkv_lightning.core.ledger import LedgerMismatch, SlotLedger
+from rwkv_lightning.core.ledger import SlotLedger
+from rwkv_lightning.core.planner import Planner
 from rwkv_lightning.core.request import Event, FinishReason, GenerationRequest
+from rwkv_lightning.core.seats import Seats
 from rwkv_lightning.core.sequence import Chunk, Group, RowParts, Sampled, Sequence, State, Step
+from rwkv_lightning.core.sharing import share_prompts
 from rwkv_lightning.core.turns import Turns
 
 __all__ = ["Chunk", "RowParts", "Sampled", "Scheduler", "Sequence", "State", "Step"]
@@ -27,16 +30,6 @@ Keeper = Callable[[Sequence], bool]
 
 def keep_nothing(sequence: Sequence) -> bool:
     return False
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    step: Step
-    budget: int  # prompt tokens that may still be added
-    swaps: int  # rows that may still be swapped out
-    reads: dict[Sequence, int] = field(default_factory=dict)  # prompt tokens given to each row
 
 
 class Scheduler:
@@ -67,27 +60,24 @@ class Scheduler:
         if prefill_budget < 2 or min(chunk, quantum, swaps_per_step) < 1:
             raise ValueError("prefill_budget must be at least 2; chunk, quantum and swaps_per_step at least 1")
         self.ledger = ledger
-        self._budget, self._chunk = prefill_budget, min(chunk, prefill_budget // 2)
-        self._swaps = swaps_per_step
         self._keeper = keeper
         self._groups: dict[str, Group] = {}
-        self._turns = Turns(quantum)
-        self._count = [0] * len(State)
-        self._now = 0  # number of the latest step
+        self._seats = Seats(ledger, Turns(quantum))
+        self._planner = Planner(self._seats, prefill_budget, min(chunk, prefill_budget // 2), swaps_per_step)
         self._in_flight: Step | None = None
 
     @property
     def num_waiting(self) -> int:
         """Rows that have not begun, or whose prompt's state has not been copied to them yet."""
-        return self._count[State.WAITING]
+        return self._seats.count(State.WAITING)
 
     @property
     def num_running(self) -> int:
-        return self._count[State.RUNNING]
+        return self._seats.count(State.RUNNING)
 
     @property
     def num_swapped(self) -> int:
-        return self._count[State.SWAPPED]
+        return self._seats.count(State.SWAPPED)
 
     @property
     def slots_used(self) -> int:
@@ -100,19 +90,18 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """No unfinished row is left."""
         return not self._groups
 
     def add(self, request: GenerationRequest, rows: typing.Sequence[RowParts]) -> None:
-        """Line a request's rows up, one `RowParts` per prompt. Rows with equal prompts and states share one prefill."""
+        """Line a request's rows up, one `RowParts` per prompt. What their prompts have in common is read once."""
         self._check_new(request, rows)
         group = self._groups[request.id] = Group(request)
-        leaders: dict[tuple[tuple[int, ...], int, int], Sequence] = {}
         for index, parts in enumerate(rows):
-            sequence = group.rows[index] = Sequence(group, index, parts)
-            leader = leaders.setdefault((sequence.prompt, id(parts.snapshot), parts.cached), sequence)
-            (group.line if leader is sequence else leader.followers).append(sequence)
-        self._count[State.WAITING] += len(rows)
-        self._turns.rank(group)
+            group.rows[index] = Sequence(group, index, parts)
+        group.line.extend(share_prompts(list(group.rows.values())))
+        self._seats.enter(len(rows))
+        self._seats.turns.rank(group)
 
     def abort(self, request_id: str) -> list[Event]:
         """End all unfinished rows of a request, wherever they are. Unknown and finished requests have none."""
@@ -126,17 +115,10 @@ class Scheduler:
         """The next step, or None when no row can be fed."""
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.number} has been neither updated nor failed")
-        if not self._groups:
+        if self.idle:
             return None
-        self._now += 1
-        plan = _Plan(Step(self._now), self._budget, self._swaps)
-        self._admit(plan)
-        self._read_on(plan)
-        self._start_more(plan)
-        self._spend_rest(plan)
-        self._add_decodes(plan.step)
-        self._add_reads(plan)
-        self._in_flight = plan.step if plan.step.chunks else None
+        step = self._planner.plan()
+        self._in_flight = step if step.chunks or step.samples else None
         return self._in_flight
 
     def update(self, step: Step, samples: Iterable[Sampled]) -> list[Event]:
@@ -144,15 +126,18 @@ class Scheduler:
         self._land(step)
         self._forget_restored(step)
         events = []
-        for (sequence, _), sampled in zip(step.samples, samples, strict=True):
+        for (sequence, _), (token, logprob) in zip(step.samples, samples, strict=True):
             if sequence.finish_reason is not None:
                 continue  # aborted while the step ran
-            if sampled.token < 0:
+            if token < 0:
                 events.append(self._finish(sequence, FinishReason.ERROR, _row_failed(sequence)))
-            elif (reason := sequence.accept(sampled)) is not None:
+            elif (reason := sequence.accept(token, logprob)) is not None:
                 events.append(self._finish(sequence, reason))
-            elif sequence.due():
-                events.append(sequence.news())
+            else:
+                if sequence.kept:
+                    sequence.watch_text()
+                if sequence.due():
+                    events.append(sequence.news())
         self._line_up_followers(step)
         return events
 
@@ -163,165 +148,14 @@ class Scheduler:
         to read their common prompt.
         """
         self._land(step)
-        rows = dict.fromkeys(chunk.sequence for chunk in step.chunks)
-        rows |= dict.fromkeys(sequence for sequence, _ in step.samples)
-        rows |= dict.fromkeys(sequence for sequence, _ in step.saves if sequence.snapshot is None)
-        rows |= dict.fromkeys(follower for leader in list(rows) for follower in leader.followers)
-        unfinished = [sequence for sequence in rows if sequence.finish_reason is None]
-        for group in {sequence.group for sequence in unfinished}:
-            group.line = type(group.line)(sequence for sequence in group.line if sequence not in rows)
-        return [self._finish(sequence, FinishReason.ERROR, error) for sequence in unfinished]
+        rows = _rows_of(step)
+        for group in {sequence.group for sequence in rows}:
+            group.line = deque(sequence for sequence in group.line if sequence not in rows)
+        return [self._finish(row, FinishReason.ERROR, error) for row in rows if row.finish_reason is None]
 
     def check_integrity(self) -> None:
         """Raises LedgerMismatch unless slots and rows agree; when idle this means that no row holds a slot."""
-        self.ledger.check_integrity()
-        seated = {slot: owner for slot, owner in self.ledger.held() if isinstance(owner, Sequence)}
-        resident = {sequence.slot: sequence for sequence in self._turns.resident}
-        unfinished = sum(len(group.rows) for group in self._groups.values())
-        counted = self.num_waiting + self.num_running + self.num_swapped
-        if seated == resident and self.num_running == len(seated) and counted == unfinished:
-            return
-        raise LedgerMismatch(
-            f"rows hold {len(seated)} slots by the ledger ({self.ledger.free} free, {self.slots_used} held, "
-            f"{self.slots_total} in total) and {len(resident)} by the scheduler ({self.num_running} running, "
-            f"{self.num_swapped} swapped, {self.num_waiting} waiting, {unfinished} unfinished)"
-        )
-
-    # Planning a step
-
-    def _admit(self, plan: _Plan) -> None:
-        """Slots in fair order; a row with a prompt to read begins at once, but leaves room for a prompt under way."""
-        reserve = self._chunk if self._turns.reading else 0
-        while group := self._turns.next(may_start=plan.budget > reserve):
-            if not self._grant(plan, group, plan.budget - reserve):
-                return
-
-    def _read_on(self, plan: _Plan) -> None:
-        """One chunk for each request with a prompt under way, in turns, then for its further prompts."""
-        reading = self._turns.reading
-        for _ in range(len(reading)):
-            if not plan.budget:
-                return
-            group = next(iter(reading))
-            reading.move_to_end(group)
-            self._read_next_of(plan, group)
-        for group in list(reading):
-            while plan.budget and self._read_next_of(plan, group):
-                continue
-
-    def _read_next_of(self, plan: _Plan, group: Group) -> bool:
-        """A chunk for the group's first prompt under way that has had none in this step."""
-        row = next((row for row in group.reading if row.touched != self._now), None)
-        if row is not None:
-            self._read(plan, row, self._chunk)
-        return row is not None
-
-    def _start_more(self, plan: _Plan) -> None:
-        """Budget left: begin further prompts, beside others of the same request too."""
-        while plan.budget and (group := self._turns.next_start()):
-            if not self._grant(plan, group, plan.budget):
-                return
-
-    def _spend_rest(self, plan: _Plan) -> None:
-        """Budget still left: nobody else can use it, so the prompts at hand go beyond one chunk."""
-        for sequence in plan.reads:
-            if plan.budget:
-                self._read(plan, sequence, plan.budget)
-
-    def _grant(self, plan: _Plan, group: Group, budget: int) -> bool:
-        """Give a slot to the group's next row in line and let it read up to a chunk, if a slot can be had."""
-        sequence = group.line[0]
-        slot = None if sequence.touched == self._now else self._slot_for(sequence, plan)
-        if slot is None:
-            return False
-        group.line.popleft()
-        self._seat(sequence, slot)
-        if sequence.snapshot is None:
-            plan.step.resets.append(slot)
-        else:
-            plan.step.restores.append((sequence, slot))
-        if sequence.unread:
-            self._read(plan, sequence, min(budget, self._chunk))
-        return True
-
-    def _slot_for(self, sequence: Sequence, plan: _Plan) -> int | None:
-        """A free slot, or one that another row must give up."""
-        slot = self.ledger.acquire(sequence)
-        if slot is not None or not plan.swaps:
-            return slot
-        victim = self._turns.victim(sequence.group, self._now)
-        if victim is None or victim.slot is None:
-            return None
-        slot = victim.slot
-        plan.swaps -= 1
-        plan.step.saves.append((victim, slot))
-        self.ledger.transfer(slot, sequence)
-        self._swap_out(victim)
-        return slot
-
-    def _swap_out(self, victim: Sequence) -> None:
-        victim.slot, victim.touched = None, self._now
-        self._move(victim, State.SWAPPED)
-        victim.group.line.appendleft(victim)
-        self._turns.unseat(victim)
-
-    def _seat(self, sequence: Sequence, slot: int) -> None:
-        sequence.slot = slot
-        sequence.seated = sequence.touched = self._now
-        self._move(sequence, State.RUNNING)
-        self._turns.seat(sequence)
-
-    def _read(self, plan: _Plan, sequence: Sequence, most: int) -> None:
-        """Give a row up to `most` prompt tokens of the budget."""
-        tokens = min(most, plan.budget, sequence.unread)
-        if not tokens:
-            return
-        plan.budget -= tokens
-        plan.reads[sequence] = plan.reads.get(sequence, 0) + tokens
-        sequence.prefilled += tokens
-        sequence.touched = self._now
-        self._turns.note_reading(sequence)
-
-    # Writing it down
-
-    def _add_decodes(self, step: Step) -> None:
-        chunks, samples = step.chunks, step.samples
-        for sequence in self._turns.resident:
-            pending, slot = sequence.pending, sequence.slot
-            if pending is not None and slot is not None:
-                samples.append((sequence, len(chunks)))
-                chunks.append(Chunk(sequence, slot, pending, True))
-
-    def _add_reads(self, plan: _Plan) -> None:
-        logits_row = len(plan.step.samples)
-        for sequence, count in plan.reads.items():
-            assert sequence.slot is not None  # rows of this step are never swapped out
-            tokens = sequence.prompt[sequence.prefilled - count : sequence.prefilled]
-            plan.step.chunks.append(Chunk(sequence, sequence.slot, tokens, not sequence.unread))
-            if not sequence.unread:
-                plan.step.samples.append((sequence, logits_row))
-                self._fork(plan.step, sequence, sequence.slot, logits_row)
-                logits_row += 1
-
-    def _fork(self, step: Step, leader: Sequence, source: int, logits_row: int) -> None:
-        """The leader's prompt ends with this step: its followers copy the state and draw from the same logits."""
-        without_slot = []
-        for follower in leader.followers:
-            follower.prefilled, follower.snapshot = len(follower.prompt), None  # the initial state is behind it
-            follower.prompt_logprobs = leader.prompt_logprobs
-            slot = self.ledger.acquire(follower)
-            if slot is None:
-                self._move(follower, State.SWAPPED)
-                without_slot.append(follower)
-            else:
-                self._seat(follower, slot)
-                step.forks.append((source, slot))
-            step.samples.append((follower, logits_row))
-        if without_slot:
-            step.fork_saves.append((source, without_slot))
-        leader.followers = []
-
-    # After a step
+        self._seats.check_integrity(sum(len(group.rows) for group in self._groups.values()))
 
     def _land(self, step: Step) -> None:
         if step is not self._in_flight:
@@ -339,31 +173,18 @@ class Scheduler:
             if going_on:
                 group = going_on[0].group
                 group.line.extendleft(reversed(going_on))
-                self._turns.rank(group)
+                self._seats.turns.rank(group)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> Event:
+        """End a row: its slot, its place among the request's rows, its last event."""
         sequence.finish_reason = reason
-        self._vacate(sequence)
-        group = sequence.group
-        del group.rows[sequence.row]
-        if not group.rows:
+        event = sequence.last_news(error)  # first: only then is it known which tokens the text covers
+        good = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self._seats.vacate(sequence, kept=good and self._keeper(sequence))
+        del sequence.group.rows[sequence.row]
+        if not sequence.group.rows:
             del self._groups[sequence.request.id]
-        return sequence.last_news(error)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Release the row's slot and snapshot, unless the keeper wants them."""
-        good = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        kept = good and self._keeper(sequence)
-        if sequence.slot is not None and not kept:
-            self.ledger.release(sequence.slot)
-        self._move(sequence, State.FINISHED)
-        self._turns.unseat(sequence)
-        sequence.slot = sequence.snapshot = None
-
-    def _move(self, sequence: Sequence, state: State) -> None:
-        self._count[sequence.state] -= 1
-        self._count[state] += 1
-        sequence.state = state
+        return event
 
     def _check_new(self, request: GenerationRequest, rows: typing.Sequence[RowParts]) -> None:
         if request.id in self._groups:
@@ -371,10 +192,16 @@ class Scheduler:
         if not rows or len(rows) != len(request.prompts):
             raise ValueError(f"request {request.id!r} has {len(request.prompts)} prompts and {len(rows)} rows")
         for index, (prompt, parts) in enumerate(zip(request.prompts, rows, strict=True)):
-            if not 0 <= parts.cached < len(prompt):
-                raise ValueError(
-                    f"row {index} of request {request.id!r} has no token to feed: {len(prompt)} in its prompt"
-                )
+            if not 0 <= parts.cached < len(prompt) + (parts.logits is not None):
+                raise ValueError(f"row {index} of request {request.id!r} has {len(prompt)} tokens and none to feed")
+
+
+def _rows_of(step: Step) -> dict[Sequence, None]:
+    """The rows that a failed step leaves without a good state."""
+    rows = dict.fromkeys(chunk.sequence for chunk in step.chunks)
+    rows |= dict.fromkeys(sequence for sequence, _ in step.samples)
+    rows |= dict.fromkeys(sequence for sequence, _ in step.saves if sequence.snapshot is None)
+    return rows | dict.fromkeys(follower for leader in rows for follower in leader.followers)
 
 
 def _row_failed(sequence: Sequence) -> RowFailed:

@@ -6,11 +6,14 @@ A state is the last normed input of both halves of every layer (shift, float32 [
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from rwkv_lightning.kernels.cpu.memory import slabs
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import ModelConfig
@@ -57,9 +60,10 @@ class LayerStates(NamedTuple):
 
 
 class SlotPool:
-    """`count` resident states. A slot's content is undefined until it is reset, restored or copied to.
+    """`count` resident states, zero at first.
 
-    Memory is taken when a slot is first written, so a large `count` costs address space only.
+    On a CPU, memory is taken when a slot is first written, so a large `count` costs address space only; it comes in
+    huge pages where the system has them, because a step reads and writes every running state once.
 
     Args:
         config: the model's shape.
@@ -76,9 +80,9 @@ class SlotPool:
         if dtype not in STATE_DTYPES:
             raise ValueError(f"states are float32 or float16, not {dtype}")
         self.count = count
-        self.shift = torch.empty(config.n_layer, 2, count, config.n_embd, dtype=torch.float32, device=device)
         square = (config.head_size, config.head_size)
-        self.wkv = torch.empty(config.n_layer, count, config.n_head, *square, dtype=dtype, device=device)
+        self.shift = _zeros((config.n_layer, 2, count, config.n_embd), torch.float32, device)
+        self.wkv = _zeros((config.n_layer, count, config.n_head, *square), dtype, device)
         self.layers = [LayerStates(*shift, wkv) for shift, wkv in zip(self.shift, self.wkv, strict=True)]
         self.nbytes_per_slot = (self.shift.nbytes + self.wkv.nbytes) // count
 
@@ -122,6 +126,12 @@ class SlotPool:
         for slot in slots:
             if not 0 <= slot < self.count:
                 raise ValueError(f"slot {slot} does not exist: there are {self.count}, numbered from 0")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return slabs.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _to_host(view: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +23,72 @@ from rwkv_lightning.kernels.cpu.memory import slabs
 
 Activation = Literal["none", "relu2", "tanh", "sigmoid"]
 
-_ACTIVATIONS: dict[str, int] = {"none": 0, "relu2": 1, "tanh": 2, "sigmoid": 3}
-_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS: dict[str, int] = {"none": 0, "relu2": 1, "tanh": 2, "sigmoid": 3}
+TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class ReferenceLinear:
+class Runner(Protocol):
+    """A library's function that runs many products by one call."""
+
+    def run(self, tasks: bytes, count: int, threads: int) -> None:
+        """Run `count` products, laid end to end in `tasks`, in one parallel region."""
+
+
+class KernelLinear(ABC):
+    """An operator of this package: it can write into a buffer that it is given, and run in a `LinearGroup`.
+
+    Attributes:
+        dtype: compute type.
+        why: why this form serves, for the log.
+    """
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    why: str
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: torch.Tensor,
+        activation: Activation = "none",
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, K] -> [T, N] in `dtype` (default: the compute type), written into `out` when given."""
+
+
+class BoundLinear(KernelLinear):
+    """An operator whose calls are tasks of a C++ library, which runs any number of them at once."""
+
+    kernels: Runner
+
+    @abstractmethod
+    def bind(
+        self, x: torch.Tensor, activation: Activation, dtype: torch.dtype | None, out: torch.Tensor | None
+    ) -> tuple[bytes, torch.Tensor, torch.Tensor]:
+        """One call as (task for the kernel, x, y), checked but not yet run; x and y must outlive the run."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        activation: Activation = "none",
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, K] -> [T, N] in `dtype` (default: the compute type), written into `out` when given.
+
+        Rows of x and out may lie apart (a column slice of a wider buffer); `out` must not overlap x.
+
+        Raises:
+            ValueError: a wrong shape, type or device, naming it.
+        """
+        task, _, y = self.bind(x, activation, dtype, out)
+        self.kernels.run(task, 1, torch.get_num_threads())
+        return y
+
+
+class ReferenceLinear(KernelLinear):
     """The plain PyTorch form, for every device: the matrix product in the compute type, the activation in float32.
 
     Args:
@@ -103,7 +167,7 @@ class Kernels:
 _kernels = functools.cache(Kernels)
 
 
-class PackedLinear:
+class PackedLinear(BoundLinear):
     """The C++ kernel over a weight packed once. A row's result has the same bits whatever stands beside it.
 
     Sums are float32 in one order over the depth; the activation is applied to them before they are rounded.
@@ -116,72 +180,76 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
         _check_weight(weight)
-        if dtype not in _TYPES or weight.device.type != "cpu":
+        if dtype not in TYPES or weight.device.type != "cpu":
             raise ValueError(f"PackedLinear takes float32 or bfloat16 on the CPU, not {dtype} on {weight.device}")
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self.kernels = kernels
         self.why = f"C++ kernel ({kernels.instructions if dtype == torch.bfloat16 else 'FMA'}), packed weights"
-        self._type = _TYPES[dtype]
+        self._type = TYPES[dtype]
         shape = (self.out_features, self.in_features)
         self._packed = slabs.take(kernels.packed_bytes(*shape, self._type))
         self._address = self._packed.data_ptr()
         source = weight.detach().to(dtype).contiguous()
         kernels.pack(source.data_ptr(), *shape, self._type, self._address, torch.get_num_threads())
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        activation: Activation = "none",
-        dtype: torch.dtype | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [T, K] -> [T, N] in `dtype` (default: the compute type), written into `out` when given.
-
-        Rows of x and out may lie apart (a column slice of a wider buffer); `out` must not overlap x.
-
-        Raises:
-            ValueError: a wrong shape, type or device, naming it.
-        """
-        task, _, y = self.bind(x, activation, dtype, out)
-        self.kernels.run(task, 1, torch.get_num_threads())
-        return y
-
     def bind(
         self, x: torch.Tensor, activation: Activation, dtype: torch.dtype | None, out: torch.Tensor | None
     ) -> tuple[bytes, torch.Tensor, torch.Tensor]:
-        """One call as (task for the kernel, x, y), checked but not yet run; x and y must outlive the run."""
-        rows = _check_call(self, x, activation)
-        dtype = _out_dtype(self, dtype, out)
-        x_stride, y_stride = self.in_features, self.out_features
-        if not x.is_contiguous():
-            x = x if x.stride(1) == 1 else x.contiguous()
-            x_stride = x.stride(0)
-        if out is None:
-            out = torch.empty((rows, self.out_features), dtype=dtype)
-        else:
-            _check_out(self, x, out)
-            y_stride = out.stride(0)
+        x, out = place(self, x, activation, dtype, out)
         task = _pack_task(
             *(self._address, x.data_ptr(), out.data_ptr()),
-            *(rows, self.out_features, self.in_features, x_stride, y_stride),
-            *(self._type, _TYPES[dtype], _ACTIVATIONS[activation], 0),
+            *(x.shape[0], self.out_features, self.in_features, x.stride(0), out.stride(0)),
+            *(self._type, TYPES[out.dtype], ACTIVATIONS[activation], 0),
         )
         return task, x, out
 
 
-AnyLinear = PackedLinear | ReferenceLinear
+def place(
+    linear: KernelLinear,
+    x: torch.Tensor,
+    activation: str,
+    dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the result's buffer as the C++ kernels take them: columns next to each other, types they know.
+
+    Raises:
+        ValueError: a wrong shape, type or device, naming it.
+    """
+    _check_call(linear, x, activation)
+    dtype = _out_dtype(linear, dtype, out)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if out is None:
+        out = torch.empty((x.shape[0], linear.out_features), dtype=dtype)
+    else:
+        _check_out(linear, x, out)
+    return x, out
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """A group's call, checked and packed: what it was made from, what to run, and what it gives."""
+
+    given: tuple[object, ...] = ()
+    runs: Sequence[tuple[Runner, bytes, int]] = ()
+    inputs: Sequence[torch.Tensor] = ()  # as the kernels read them
+    results: Sequence[torch.Tensor | None] = ()  # None where an operator is called by itself
+
+    def serves(self, given: tuple[object, ...]) -> bool:
+        return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
 
 class LinearGroup:
-    """Several operators run by one call and one parallel region, with the bits of separate calls."""
+    """Several operators run by one call and one parallel region per library, with the bits of separate calls.
 
-    def __init__(self, linears: Sequence[AnyLinear]) -> None:
+    A call with the very buffers of the call before is not checked again: the layers of a model reuse theirs.
+    """
+
+    def __init__(self, linears: Sequence[KernelLinear]) -> None:
         self.linears = list(linears)
-        self._packed = [one for one in self.linears if isinstance(one, PackedLinear)]
-        libraries = {one.kernels for one in self._packed}
-        together = len(self._packed) == len(self.linears) and len(libraries) == 1
-        self._kernels = libraries.pop() if together else None
+        self._binding = _Binding()
 
     def __call__(
         self,
@@ -198,17 +266,44 @@ class LinearGroup:
         activations = activations or ["none"] * count
         dtypes = dtypes or [None] * count
         outs = outs or [None] * count
-        if not len(xs) == len(activations) == len(dtypes) == len(outs) == count:
-            raise ValueError(f"a group of {count} linears takes {count} inputs, activations, dtypes and outs")
-        calls = list(zip(xs, activations, dtypes, outs, strict=True))
-        if self._kernels is None:
-            return [one(*call) for one, call in zip(self.linears, calls, strict=True)]
-        bound = [one.bind(*call) for one, call in zip(self._packed, calls, strict=True)]
-        self._kernels.run(b"".join([task for task, _, _ in bound]), count, torch.get_num_threads())
-        return [y for _, _, y in bound]
+        given = (*xs, *activations, *dtypes, *outs)
+        binding = self._binding
+        if not binding.serves(given):
+            if not len(xs) == len(activations) == len(dtypes) == len(outs) == count:
+                raise ValueError(f"a group of {count} linears takes {count} inputs, activations, dtypes and outs")
+            binding = self._bind(given, xs, activations, dtypes, outs)
+        threads = torch.get_num_threads()
+        for runner, tasks, number in binding.runs:
+            runner.run(tasks, number, threads)
+        return [
+            self.linears[i](xs[i], activations[i], dtypes[i], outs[i]) if y is None else y
+            for i, y in enumerate(binding.results)
+        ]
+
+    def _bind(
+        self,
+        given: tuple[object, ...],
+        xs: Sequence[torch.Tensor],
+        activations: Sequence[Activation],
+        dtypes: Sequence[torch.dtype | None],
+        outs: Sequence[torch.Tensor | None],
+    ) -> _Binding:
+        """Check and pack a call; it is remembered when it can be run again, which takes the caller's own buffers."""
+        results: list[torch.Tensor | None] = [None] * len(self.linears)
+        inputs = list(xs)
+        tasks: dict[Runner, list[bytes]] = {}
+        for i, linear in enumerate(self.linears):
+            if isinstance(linear, BoundLinear):
+                task, inputs[i], results[i] = linear.bind(xs[i], activations[i], dtypes[i], outs[i])
+                tasks.setdefault(linear.kernels, []).append(task)
+        runs = [(runner, b"".join(each), len(each)) for runner, each in tasks.items()]
+        binding = _Binding(given, runs, inputs, results)
+        if all(out is not None for out in outs) and all(map(operator.is_, inputs, xs)):
+            self._binding = binding
+        return binding
 
 
-def make_linear(weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool = False) -> AnyLinear:
+def make_linear(weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool = False) -> KernelLinear:
     """The operator of a weight [N, K], in the compute type `dtype`, by the fastest form there is for its device.
 
     With `deterministic`, a row of the result has the same bits whatever the number of rows.
@@ -222,7 +317,7 @@ def make_linear(weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool
         why = f"PyTorch's matrix product on {weight.device.type}"
     elif built.lib is None:
         why = f"PyTorch reference: {built.why}"
-    elif dtype not in _TYPES:
+    elif dtype not in TYPES:
         why = f"PyTorch reference: the C++ kernel takes float32 and bfloat16, not {dtype}"
     else:
         return PackedLinear(weight, dtype, _kernels(built.lib))
@@ -230,7 +325,7 @@ def make_linear(weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool
 
 
 def grouped(
-    linears: Sequence[AnyLinear],
+    linears: Sequence[KernelLinear],
     xs: Sequence[torch.Tensor],
     activations: Sequence[Activation] | None = None,
     outs: Sequence[torch.Tensor | None] | None = None,
@@ -246,28 +341,28 @@ def _check_weight(weight: torch.Tensor) -> None:
         )
 
 
-def _check_call(linear: AnyLinear, x: torch.Tensor, activation: str) -> int:
+def _check_call(linear: KernelLinear, x: torch.Tensor, activation: str) -> int:
     """The number of rows."""
     shape = x.shape
     if len(shape) != 2 or shape[1] != linear.in_features:
         raise ValueError(f"x has the shape {list(shape)}; this linear takes [T, {linear.in_features}]")
     if x.dtype is not linear.dtype:
         raise ValueError(f"x is {x.dtype}; this linear computes in {linear.dtype}: convert x")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
     return shape[0]
 
 
-def _out_dtype(linear: AnyLinear, dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.dtype:
+def _out_dtype(linear: KernelLinear, dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.dtype:
     wanted = dtype or (linear.dtype if out is None else out.dtype)
-    if wanted not in _TYPES and wanted != linear.dtype:
+    if wanted not in TYPES and wanted != linear.dtype:
         raise ValueError(f"dtype {wanted} is no output type of a linear; choose float32 or bfloat16")
     if out is not None and out.dtype != wanted:
         raise ValueError(f"out is {out.dtype}, but dtype asks for {wanted}")
     return wanted
 
 
-def _check_out(linear: AnyLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+def _check_out(linear: KernelLinear, x: torch.Tensor, out: torch.Tensor) -> None:
     if out.shape != (x.shape[0], linear.out_features):
         raise ValueError(f"out has the shape {list(out.shape)}; needed is [{x.shape[0]}, {linear.out_features}]")
     if out.stride(1) != 1 or out.device != x.device:

@@ -148,9 +148,7 @@ class _Bound:
             return False
         return all(map(operator.is_, tensors, self._tensors))
 
-    def keep(
-        self, tokens: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[int | None, ...]
-    ) -> None:
+    def keep(self, tokens: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[int | None, ...]) -> None:
         """Remember the arguments, and the tensors so that their memory stays theirs."""
         self._tokens, self._tensors, self.arguments = tokens, tensors, arguments
 

@@ -65,6 +65,10 @@ class Projections(NamedTuple):
     v_mix: torch.Tensor | None
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))  # torch.sigmoid rounds the last elements of a tensor otherwise than the rest
+
+
 class ShiftMix:
     """Residual add, layer norm and n interpolations with the token before.
 
@@ -125,8 +129,8 @@ class Wkv7:
         """
         p = self.weights
         heads = (-1, self.heads, p.k_k.numel() // self.heads)
-        r, k, a = given.r.float(), given.k.float(), torch.sigmoid(given.a.float() + p.a0)
-        decay = torch.exp(-HALF_E * torch.sigmoid(given.w.float() + p.w0))
+        r, k, a = given.r.float(), given.k.float(), _sigmoid(given.a.float() + p.a0)
+        decay = torch.exp(-HALF_E * _sigmoid(given.w.float() + p.w0))
         v = self._values(given, v_first)
         kk = F.normalize((k * p.k_k).view(heads), dim=-1, eps=1e-12)
         k = k * (1 + (a - 1) * p.k_a)
@@ -141,7 +145,7 @@ class Wkv7:
         if given.v_mix is None or self.weights.v0 is None:
             v_first.copy_(given.v)
             return v
-        return v + (v_first.float() - v) * torch.sigmoid(given.v_mix.float() + self.weights.v0)
+        return v + (v_first.float() - v) * _sigmoid(given.v_mix.float() + self.weights.v0)
 
 
 def _recur(

@@ -67,6 +67,7 @@ class FakeRunner:
         return [Sampled(pick(row)) for row, _ in step.samples]
 
     def _move_states(self, step: Step) -> None:
+        assert not {row for row, _ in step.saves} & {row for row, _ in step.restores}, "swapped out and in at once"
         for row, slot in step.saves:
             assert row.snapshot is None
             row.snapshot = self.states[slot]
@@ -210,3 +211,23 @@ class World:
         assert event.usage is not None
         assert event.usage.completion_tokens == len(drawn)
         assert (event.finish_reason is FinishReason.ERROR) == (event.error is not None)
+
+
+def distinct(rows: int, length: int, first: int = 1) -> list[tuple[int, ...]]:
+    """Prompts that differ from each other in every token."""
+    return [tuple(range(first + row * length, first + (row + 1) * length)) for row in range(rows)]
+
+
+def fed(step: Step | None) -> dict[str, int]:
+    """Tokens fed in a step, by request."""
+    assert step is not None
+    totals: dict[str, int] = {}
+    for chunk in step.chunks:
+        name = chunk.sequence.request.id
+        totals[name] = totals.get(name, 0) + len(chunk.tokens)
+    return totals
+
+
+def held(world: World, name: str) -> int:
+    owners = [owner for _, owner in world.ledger.held() if isinstance(owner, Row)]
+    return sum(owner.request.id == name for owner in owners)

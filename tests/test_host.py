@@ -475,7 +475,7 @@ def test_every_hook_is_described() -> None:
     hooks = {
         name: function for name, function in vars(hookspecs).items() if hasattr(function, f"{hookspecs.NAMESPACE}_spec")
     }
-    assert len(hooks) == 11
+    assert len(hooks) == 12
     for name, function in hooks.items():
         assert len(inspect.getdoc(function) or "") > 60, name
         hints = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]

@@ -20,7 +20,7 @@ from rwkv_lightning.kernels.cpu import build
 from rwkv_lightning.kernels.cpu.memory import HUGE_PAGE, SLAB_BYTES, Slabs
 from rwkv_lightning.kernels.linear import (
     Activation,
-    AnyLinear,
+    KernelLinear,
     Kernels,
     LinearGroup,
     PackedLinear,
@@ -193,7 +193,7 @@ def test_a_group_has_the_bits_of_separate_calls(threads: int, torch_threads: Cal
 
 def test_a_group_of_mixed_forms_works_too() -> None:
     weight, x = random(8, 6), random(3, 6)
-    forms: list[AnyLinear] = [
+    forms: list[KernelLinear] = [
         packed(weight, F32),
         ReferenceLinear(weight, F32),
         PackedLinear(weight, F32, compiled("x86-64-v3")),

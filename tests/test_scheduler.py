@@ -1,4 +1,4 @@
-"""What the scheduler promises, one case each; test_scheduler_machine.py covers the mixtures."""
+"""What the scheduler promises, one case each; slots in test_turns.py, mixtures in test_scheduler_machine.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scheduler_fakes import END, NAN, STOP, World, letter, parts
+from scheduler_fakes import END, NAN, STOP, World, distinct, fed, held, letter, parts
 
 from rwkv_lightning.core import scheduler as scheduler_module
 from rwkv_lightning.core.errors import RowFailed
@@ -18,26 +18,6 @@ from rwkv_lightning.core.request import FinishReason
 from rwkv_lightning.core.scheduler import Scheduler, Sequence, Step
 
 STOPPED, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
-
-
-def distinct(rows: int, length: int, first: int = 1) -> list[tuple[int, ...]]:
-    """Prompts that differ from each other in every token."""
-    return [tuple(range(first + row * length, first + (row + 1) * length)) for row in range(rows)]
-
-
-def fed(step: Step | None) -> dict[str, int]:
-    """Tokens fed in a step, by request."""
-    assert step is not None
-    totals: dict[str, int] = {}
-    for chunk in step.chunks:
-        name = chunk.sequence.request.id
-        totals[name] = totals.get(name, 0) + len(chunk.tokens)
-    return totals
-
-
-def held(world: World, name: str) -> int:
-    owners = [owner for _, owner in world.ledger.held() if isinstance(owner, Sequence)]
-    return sum(owner.request.id == name for owner in owners)
 
 
 class TestARow:
@@ -139,6 +119,21 @@ class TestPrompts:
         world.turn()
         assert len(world.ends) == 2
 
+    def test_a_large_chunk_leaves_half_the_budget_to_a_second_prompt(self) -> None:
+        world = World(4, prefill_budget=8, chunk=100)
+        world.add("a", distinct(2, 50), max_tokens=1)
+        step = world.turn()
+        assert step is not None
+        assert [len(chunk.tokens) for chunk in step.chunks] == [4, 4]
+
+    def test_a_prompt_under_way_advances_whoever_arrives(self) -> None:
+        world = World(64)
+        world.add("long", [tuple(range(1, 2561))], max_tokens=1)
+        world.turn()
+        for index in range(8):
+            world.add(f"new{index}", distinct(3, 256), max_tokens=1)
+            assert fed(world.turn()).get("long") == 256
+
     def test_turns_go_round_the_requests(self) -> None:
         """One request's many prompts do not outweigh another's single one."""
         world = World(8)
@@ -209,113 +204,24 @@ class TestEqualPrompts:
         world.drain()
         assert world.runner.fed == 3 * 2
 
+    def test_different_shares_of_it_cached_are_not_equal(self) -> None:
+        world = World(8)
+        state = (5, 6)
+        world.add("a", [(5, 6, 4)] * 3, max_tokens=1, rows=[parts(state, 2), parts(state, 2), parts(state)])
+        world.drain()
+        assert world.runner.fed == 1 + 3
+
+    def test_come_in_order_and_before_prompts_not_begun(self) -> None:
+        world = World(1)
+        world.add("a", [(5, 6)] * 4 + [(4,)], max_tokens=2)
+        world.drain()
+        assert list(world.ends) == [("a", row) for row in range(5)]
+
     def test_rows_may_draw_differently(self) -> None:
         world = World(4)
         world.add("a", [(5, 6)] * 4, max_tokens=2)
         world.turns(2, lambda row: 1 + row.row % 2)
         assert [world.texts["a", row] for row in range(4)] == [letter(1 + row % 2) * 2 for row in range(4)]
-
-
-class TestFairSlots:
-    @pytest.mark.parametrize("slots", [960, 64, 2])
-    @pytest.mark.parametrize("steps_before", [3, 30])
-    def test_a_chat_beside_a_big_batch_answers_at_once(self, slots: int, steps_before: int) -> None:
-        """While the batch is being read as well as when all its rows decode; all slots taken in most cases."""
-        world = World(slots)
-        world.add("batch", distinct(960, 10), max_tokens=200)
-        world.turns(steps_before)
-        world.add("chat", [tuple(range(1, 41))], max_tokens=20)
-        world.turns(3)
-        assert "chat" in world.first_token
-        world.turns(22)
-        assert world.reasons("chat") == [LENGTH]  # and goes on without a break
-        assert not world.ends.keys() - {("chat", 0)}
-
-    def test_two_batches_share_the_slots(self) -> None:
-        world = World(8, quantum=16)
-        world.add("a", distinct(40, 3), max_tokens=60)
-        world.turns(5)
-        world.add("b", distinct(40, 3), max_tokens=60)
-        world.turns(3)
-        assert (held(world, "a"), held(world, "b")) == (4, 4)
-        before = dict(world.runner.steps_of)
-        world.turns(200)
-        a, b = (world.runner.steps_of[name] - before.get(name, 0) for name in "ab")
-        assert abs(a - b) <= 0.05 * (a + b)
-
-    def test_equal_holders_leave_each_other_alone(self) -> None:
-        """No ping-pong: after the newcomer has its share, nothing more is swapped but what then resumes."""
-        world = World(8, quantum=4)
-        world.add("a", distinct(8, 3), max_tokens=100)
-        world.turn()
-        world.add("b", distinct(8, 3), max_tokens=100)
-        saves = sum(len(step.saves) for step in iter(world.turn, None))
-        assert saves == 4
-        assert len(world.ends) == 16
-
-    def test_a_request_with_two_slots_more_loses_its_youngest_row(self) -> None:
-        world = World(2)
-        world.add("a", distinct(2, 2), max_tokens=10)
-        world.turn()
-        world.add("b", [(5,)], max_tokens=10)
-        step = world.turn()
-        assert step is not None
-        assert [(row.request.id, row.row) for row, _ in step.saves] == [("a", 1)]
-        assert world.scheduler.num_swapped == 1
-
-    def test_a_lone_row_keeps_its_slot_for_a_quantum(self) -> None:
-        world = World(1, quantum=5)
-        world.add("a", [(5,)], max_tokens=100)
-        world.turn()
-        world.add("b", [(6,)], max_tokens=100)
-        swapped = [[row.request.id for row, _ in step.saves] for step in (world.turn() for _ in range(16)) if step]
-        assert swapped == [[]] * 4 + [["a"]] + [[]] * 4 + [["b"]] + [[]] * 4 + [["a"]] + [[]]
-
-    def test_a_hundred_requests_take_turns_on_eight_slots(self) -> None:
-        quantum = 10
-        world = World(8, quantum=quantum)
-        for index in range(100):
-            world.add(f"r{index}", [(1 + index,)], max_tokens=35)
-        world.turns(13 * quantum)
-        assert len(world.first_token) == 100
-        assert list(world.first_token) == [f"r{index}" for index in range(100)]
-        served = [len(world.drawn[f"r{index}", 0]) for index in range(100)]
-        assert set(served) <= {quantum, 2 * quantum}  # nobody has had two turns more than another
-        world.drain()
-        assert len(world.ends) == 100
-
-    def test_a_long_prompt_gives_way_after_its_quantum_too(self) -> None:
-        world = World(1, quantum=3)
-        world.add("a", [tuple(range(1, 5001))], max_tokens=1)
-        world.turn()
-        world.add("b", [(5,)], max_tokens=2)
-        world.turns(3)
-        assert world.first_token == {"b": 4}
-        world.drain()
-        assert world.runner.fed == 5000 + 2
-
-    def test_an_endless_stream_of_newcomers_starves_nobody(self) -> None:
-        world = World(4, quantum=4, prefill_budget=8, chunk=4)
-        world.add("old", distinct(3, 30), max_tokens=20)
-        for index in range(600):
-            world.add(f"new{index}", [(5, 6)], max_tokens=4)
-            world.turn()
-        assert world.reasons("old") == [LENGTH] * 3
-
-    def test_few_rows_are_swapped_in_one_step(self) -> None:
-        world = World(32, swaps_per_step=3)
-        world.add("batch", distinct(32, 2), max_tokens=50)
-        world.turn()
-        world.add("new", distinct(16, 2), max_tokens=50)
-        assert [len(step.saves) for step in (world.turn() for _ in range(6)) if step] == [3, 3, 3, 3, 3, 1]
-
-    def test_rows_of_a_request_begin_in_order(self) -> None:
-        world = World(3)
-        world.add("a", distinct(9, 2), max_tokens=4)
-        begun: list[int] = []
-        while step := world.turn():
-            begun += [row.row for row, _ in step.samples if row.row not in begun]
-        assert begun == list(range(9))
 
 
 class TestAbort:
@@ -487,8 +393,8 @@ class TestMisuse:
         [
             ([], [], "0 prompts and 0 rows"),
             ([(5,)], [parts(), parts()], "1 prompts and 2 rows"),
-            ([(5,), ()], None, "row 1 .* no token to feed"),
-            ([(5, 6)], [parts((5, 6), 2)], "row 0 .* no token to feed"),
+            ([(5,), ()], None, "row 1 .* has 0 tokens and none to feed"),
+            ([(5, 6)], [parts((5, 6), 2)], "row 0 .* has 2 tokens and none to feed"),
         ],
     )
     def test_rows_must_have_something_to_feed(self, prompts, rows, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -556,7 +462,7 @@ def test_no_tensors_clocks_or_threads_are_loaded() -> None:
     assert not FORBIDDEN & set(loaded)
 
 
-@pytest.mark.parametrize("name", ["scheduler", "sequence", "turns", "ledger", "request"])
+@pytest.mark.parametrize("name", ["scheduler", "planner", "seats", "turns", "sequence", "ledger", "request"])
 def test_no_tensors_clocks_or_threads_are_imported(name: str) -> None:
     """The same by name: an interpreter may have loaded the clock already."""
     source = Path(scheduler_module.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")

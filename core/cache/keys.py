@@ -46,7 +46,7 @@ class SessionKey:
         session, _, rest = key.partition(SEPARATOR)
         branch, _, initial = rest.partition(SEPARATOR)
         parsed = cls(session, int(branch or 0), initial)
-        if not session or str(parsed) != key:
+        if not session or parsed.branch < 0 or str(parsed) != key:
             raise ValueError(f"{key!r} is not the key of a session")
         return parsed
 

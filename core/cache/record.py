@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import SafetensorError
@@ -97,7 +97,7 @@ class Expected:
     token_hash: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StateRecord:
     """A state that knows what it has seen; nobody changes it.
 
@@ -109,7 +109,7 @@ class StateRecord:
     header: StateHeader
     snapshot: Snapshot
     tail: tuple[int, ...] = ()
-    logits: torch.Tensor | None = field(default=None, compare=False)
+    logits: torch.Tensor | None = None
 
     @property
     def key(self) -> str:
@@ -226,6 +226,8 @@ def _read_tensors(data: bytes, fields: Mapping[str, str], name: str) -> dict[str
         raise _damaged(name, "its checksum differs")
     if tensors.keys() - {"logits"} != {"shift", "wkv", "tail"}:
         raise _damaged(name, "it does not hold the tensors of a state")
+    if tensors["tail"].dtype != torch.int32 or tensors["tail"].dim() != 1:
+        raise _damaged(name, "its tail is not a row of tokens")
     return tensors
 
 
@@ -233,9 +235,11 @@ def _header(fields: Mapping[str, str], name: str) -> StateHeader:
     texts = {entry: fields[entry] for entry in FIELDS if entry not in ("tokens", "created")}
     try:
         header = StateHeader(tokens=int(fields["tokens"]), created=float(fields["created"]), **texts)
-        hash_tokens((), header.token_hash)
+        malformed = hash_tokens((), header.token_hash) != header.token_hash or not math.isfinite(header.created)
     except ValueError:
-        raise _damaged(name, "its header holds a malformed value") from None
+        malformed = True
+    if malformed or len(header.token_hash) != len(NO_TOKENS):
+        raise _damaged(name, "its header holds a malformed value")
     return header
 
 
@@ -248,8 +252,6 @@ def _check_sense(record: StateRecord, name: str) -> None:
         raise _damaged(name, "its tensors have other shapes than a state's")
     if not len(record.tail) <= header.tokens or min(record.tail, default=0) < 0:
         raise _damaged(name, "its tail is impossible")
-    if not math.isfinite(header.created) or len(header.token_hash) != len(NO_TOKENS):
-        raise _damaged(name, "its header holds an impossible value")
     if record.logits is not None and (record.tail or record.logits.dtype != torch.float32 or record.logits.dim() != 1):
         raise _damaged(name, "its logits are impossible")
 

@@ -6,25 +6,37 @@ import functools
 import re
 from typing import Any
 
-LANGUAGES = ("zh", "en", "ja", "fr", "de", "es", "ru")
+CLASSIFIED = ("en", "fr", "de", "es")  # the languages in Latin script that are told apart
 # Short ASCII texts say little: English unless another language is clearly likelier (natural log).
 ENGLISH_MARGIN = 2.0
 
-_KANA = re.compile("[\u3040-\u30ff\uff66-\uff9f]")
-_HAN = re.compile("[\u3400-\u9fff\uf900-\ufaff]")
-_CYRILLIC = re.compile("[\u0400-\u04ff]")
 _LATIN = re.compile("[A-Za-z\u00c0-\u024f]")
+_KANA = re.compile("[\u3040-\u30ff\uff66-\uff9f]")
+_SCRIPTS = {
+    "zh": re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"),
+    "ru": re.compile("[\u0400-\u04ff]"),
+    "ko": re.compile("[\u1100-\u11ff\u3130-\u318f\uac00-\ud7af]"),
+    "ar": re.compile("[\u0600-\u06ff]"),
+    "el": re.compile("[\u0370-\u03ff]"),
+    "he": re.compile("[\u0590-\u05ff]"),
+    "hi": re.compile("[\u0900-\u097f]"),
+    "th": re.compile("[\u0e00-\u0e7f]"),
+}
+_WEIGHTS = {"zh": 3, "ko": 2}  # such a letter says as much as this many Latin ones
 
 
 def detect_language(text: str) -> str:
-    """One of LANGUAGES; 'en' where there are no letters to tell by."""
-    han, latin = len(_HAN.findall(text)), len(_LATIN.findall(text))
+    """An ISO 639-1 code; 'en' where there are no letters to tell by.
+
+    Kana anywhere mean Japanese. Otherwise the script with the most letters decides, one language for each but Latin.
+    """
     if _KANA.search(text):
         return "ja"
-    if han * 3 >= latin and han:
-        return "zh"
-    if len(_CYRILLIC.findall(text)) > latin:
-        return "ru"
+    counts = {code: _WEIGHTS.get(code, 1) * len(script.findall(text)) for code, script in _SCRIPTS.items()}
+    code = max(counts, key=lambda name: counts[name])
+    latin = len(_LATIN.findall(text))
+    if counts[code] and counts[code] >= latin:
+        return code
     return _classify(text) if latin else "en"
 
 
@@ -41,5 +53,5 @@ def _classifier() -> Any:
     """Loaded at the first use: its model takes more than a second."""
     import py3langid
 
-    py3langid.set_languages(list(LANGUAGES))
+    py3langid.set_languages(list(CLASSIFIED))
     return py3langid

@@ -45,6 +45,8 @@ constexpr float kNormEps = 1e-5f, kHeadEps = 64e-5f, kLeastLength = 1e-12f;
 constexpr float kHalfE = 0.60653065971263342f;  // exp(-1/2)
 constexpr int64_t kSmallWork = 64 * 1024;       // elements touched below which a second thread costs more than it brings
 
+constexpr int64_t kTokensAhead = 4;
+
 enum Type : int32_t { kFloat = 0, kBrain = 1, kHalf = 2 };
 
 // Calls run(Float{}), run(Brain{}) or run(Half{}).
@@ -184,7 +186,9 @@ struct Head {
   int64_t channel, width;  // the head's first channel, and the model's width
 
   Vec input(const void* from, int64_t token, int64_t i) const {
-    return load((const T*)from + token * width + channel + i, shape.lanes(i));
+    const T* const here = (const T*)from + token * width + channel + i;
+    __builtin_prefetch(here + kTokensAhead * width);  // a head's inputs lie a model's width apart
+    return load(here, shape.lanes(i));
   }
   Vec weight(const float* from, int64_t i) const { return load(from + channel + i, shape.lanes(i)); }
 

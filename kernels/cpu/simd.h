@@ -153,9 +153,8 @@ SIMD Vec widen(const Half* from) {
 // Values beyond the range become the largest one, NaN stays NaN.
 SIMD void narrow(Half* to, Vec v) {
 #if defined(__AVX512F__)
-  const Shorts h = (Shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Shorts finite = h + (Shorts)((h & 0x7fff) == 0x7c00);  // adds -1 to an infinity: the largest number
-  std::memcpy(to, &finite, sizeof finite);
+  const Vec held = at_least(splat(-kHalfMax), at_most(splat(kHalfMax), v));
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   const Words sign = bits<Words>(v) & 0x80000000u;
   const Vec size = at_most(splat(kHalfMax), bits<Vec>(bits<Words>(v) ^ sign));

@@ -19,9 +19,9 @@ router = APIRouter(tags=["service"])
 
 @router.get("/v1/health")
 async def health(request: Request) -> Response:
-    """Whether the server can serve; never asks for a password. 503 when the engine has stopped."""
+    """Whether the server can serve; never asks for a password. 503 when the engine has stopped or a plugin says no."""
     report = health_report(context_of(request))
-    return JSONResponse(report, 200 if report["model_loaded"] else 503)
+    return JSONResponse(report, 200 if report["status"] == "ok" else 503)
 
 
 @router.get("/metrics", dependencies=[Depends(require_password_if_protect_all)])
@@ -35,8 +35,9 @@ def health_report(context: ServerContext) -> dict[str, Any]:
     model = context.models.default
     scheduler = model.engine.scheduler
     alive = model.engine.alive
-    return {
-        "status": "ok" if alive else "engine stopped",
+    not_ready = context.host.readiness_checks(context)
+    report = {
+        "status": "engine stopped" if not alive else "not ready" if not_ready else "ok",
         "model_loaded": alive,
         "model": model.name,
         "gpu_memory_used_gb": gpu_memory_used(model.model.device),
@@ -45,6 +46,7 @@ def health_report(context: ServerContext) -> dict[str, Any]:
         "queue_depth": scheduler.num_waiting + scheduler.num_swapped,
         "running": scheduler.num_running,
     }
+    return {**report, "not_ready": not_ready} if not_ready else report
 
 
 def gpu_memory_used(device: str) -> float | None:

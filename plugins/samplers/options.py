@@ -12,6 +12,7 @@ from rwkv_lightning.kernels.sampling import Row, Rule, sample
 
 if TYPE_CHECKING:
     import torch
+
     from rwkv_lightning.core.interfaces import SamplerRow
 
 Check = Callable[[str, Any], Any]

@@ -40,6 +40,7 @@ class Form:
     object_name: str
     defaults: PathDefaults
     always_stream: bool = False
+    without_effect: frozenset[str] = frozenset()  # fields of the body that this endpoint does not read
 
 
 V1 = Form("rwkv7-batch", "chat.completion", defaults.V1_BATCH)
@@ -86,6 +87,7 @@ async def complete(call: Call, body: GenerationBody, prompts: list[str], form: F
     model = call.context.models.default
     request = await build_request(call, body, prompts, form.defaults, model)
     known = {*type(body).model_fields, *option_names(request.params)} - unused_sampling(request)
+    known -= form.without_effect
     headers = ignored_fields(call.body, known)
     if body.stream or form.always_stream:
         stream, closing = await open_stream(call, model.engine, request)

@@ -15,7 +15,7 @@ def _no_bool(value: Any) -> Any:
 
 Text = Annotated[str, Field(min_length=1)]
 Integer = Annotated[int, BeforeValidator(_no_bool)]
-Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
 MAX_STOPS = 64
 
 

@@ -16,7 +16,7 @@ from rwkv_lightning.plugins.routes.native.bodies import GenerationBody
 
 router = APIRouter(tags=["native"])
 
-FORM = Form("rwkv7-batch", "FIM.completion", defaults.FIM)
+FORM = Form("rwkv7-batch", "FIM.completion", defaults.FIM, without_effect=frozenset({"stop_tokens"}))
 
 
 class FimBody(GenerationBody):

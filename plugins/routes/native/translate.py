@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from rwkv_lightning.core.generation import check_rows, new_request, sampling_params, validate
@@ -40,9 +41,20 @@ NAMES = {
 DETECTED = {"zh": "zh-CN"}  # the codes that this API uses, where they differ
 
 
+def _code(value: str) -> str:
+    """A language code on one line: it stands in the prompt. Raises ValueError for a blank one."""
+    code = " ".join(value.split())
+    if not code:
+        raise ValueError("a language code is wanted, this one is blank")
+    return code
+
+
+Code = Annotated[str, AfterValidator(_code)]
+
+
 class TranslateBody(BaseModel):
-    source_lang: str = Field("auto", min_length=1, description="a language code, or 'auto' to detect it per text")
-    target_lang: str = Field(min_length=1, description="a language code; an unknown one stands for itself")
+    source_lang: Code = Field("auto", description="a language code, or 'auto' to detect it per text")
+    target_lang: Code = Field(description="a language code; an unknown one stands for itself")
     text_list: list[str] = Field(min_length=1, description="the texts; translations come back by position")
     placeholders: list[str] = Field([], description="texts that a translation must keep as they are")
     seed: int | None = None
@@ -101,22 +113,28 @@ def prompt(text: str, source: str, target: str) -> str:
 
 def language_name(code: str) -> str:
     """What the model calls a language; an unknown code stands for itself."""
-    return NAMES.get(code.lower(), clean(code))
+    return NAMES.get(code.lower(), code)
 
 
 def keep_placeholders(source: str, translation: str, placeholders: Sequence[str]) -> str:
     """The translation with every placeholder of the source as often as there; lost ones are put back."""
-    for placeholder in placeholders:
-        lost = source.count(placeholder) - translation.count(placeholder) if placeholder else 0
-        for _ in range(lost):
-            translation = _put_back(source, translation, placeholder)
+    for placeholder in filter(None, placeholders):
+        for _ in range(source.count(placeholder) - translation.count(placeholder)):
+            translation = _put_back(source, translation, placeholder, placeholders)
     return translation
 
 
-def _put_back(source: str, translation: str, placeholder: str) -> str:
-    """Insert at about the same place as in the source, between words."""
+def _put_back(source: str, translation: str, placeholder: str, placeholders: Sequence[str]) -> str:
+    """Insert at about the same place as in the source, between words and outside other placeholders."""
     share = source.index(placeholder) / max(1, len(source) - len(placeholder))
     at = round(share * len(translation))
-    while 0 < at < len(translation) and not translation[at].isspace():
+    taken = [
+        match.span() for other in filter(None, placeholders) for match in re.finditer(re.escape(other), translation)
+    ]
+    while at < len(translation) and not _is_gap(translation, at, taken):
         at += 1
     return f"{translation[:at].rstrip()} {placeholder} {translation[at:].lstrip()}".strip()
+
+
+def _is_gap(text: str, at: int, taken: Sequence[tuple[int, int]]) -> bool:
+    return (at == 0 or text[at].isspace()) and not any(start < at < end for start, end in taken)

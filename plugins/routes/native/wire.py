@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Request
@@ -66,19 +66,49 @@ def usage(events: list[Event]) -> dict[str, Any]:
     }
 
 
-async def sse(stream: RequestStream, heartbeat: float | None) -> AsyncIterator[bytes]:
-    """Chunks of the rows that have news, then `[DONE]`."""
+async def _nothing() -> None:
+    return
+
+
+async def sse(
+    stream: RequestStream,
+    heartbeat: float | None,
+    *,
+    before_end: Callable[[], Awaitable[None]] = _nothing,
+    last: bytes = b"",
+) -> AsyncIterator[bytes]:
+    """Chunks of the rows that have news, then `[DONE]`.
+
+    Args:
+        heartbeat: seconds of silence after which a comment is sent; None for never.
+        before_end: awaited before the last rows' ends are told; a RequestError becomes an error event.
+        last: an event to send before `[DONE]` when no row failed.
+    """
+    try:
+        async for chunk in _chunks(stream, heartbeat, before_end):
+            yield chunk
+    except RequestError as error:
+        yield data({"error": error.message})
+        last = b""
+    yield last + DONE
+
+
+async def _chunks(
+    stream: RequestStream, heartbeat: float | None, before_end: Callable[[], Awaitable[None]]
+) -> AsyncIterator[bytes]:
     async for events in stream.batches(heartbeat):
         if not events:
             yield PING
         if texts := [_delta(event, event.text, None) for event in events if event.text]:
             yield _chunk(texts)
+        if stream.finished:
+            raise_if_all_failed(events, stream.rows)
+            await before_end()
         if ends := [_delta(event, "", event.finish_reason) for event in events if event.finish_reason]:
             yield _chunk(ends)
         for event in events:
             if event.error is not None:
                 yield data({"error": error_text(event.error), "index": event.row})
-    yield DONE
 
 
 def _delta(event: Event, text: str, finish_reason: str | None) -> dict[str, Any]:

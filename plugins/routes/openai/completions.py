@@ -2,96 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from rwkv_lightning.core.errors import InvalidField
 from rwkv_lightning.core.generation import check_rows, new_request, validate
-from rwkv_lightning.core.http import (
-    Call,
-    EventStream,
-    body_in_openapi,
-    collect,
-    heartbeat,
-    open_stream,
-    read_call,
-    unless_client_leaves,
-)
+from rwkv_lightning.core.http import Call, body_in_openapi, read_call
 from rwkv_lightning.core.models import LoadedModel
-from rwkv_lightning.core.request import Event, GenerationRequest, Tokens, Usage
-from rwkv_lightning.core.sse import DONE, PING, data
-from rwkv_lightning.core.stream import RequestStream
+from rwkv_lightning.core.request import Event, Tokens
 from rwkv_lightning.core.text.fim import fim_prompt
 from rwkv_lightning.plugins.routes import defaults
 from rwkv_lightning.plugins.routes.openai import fields, wire
+from rwkv_lightning.plugins.routes.openai.answer import Answer, Entry, chunk_size, respond
 from rwkv_lightning.plugins.routes.openai.bodies import CompletionBody
-from rwkv_lightning.plugins.routes.openai.wire import Envelope
+from rwkv_lightning.plugins.routes.openai.wire import Envelope, TextLogprobs
 
 router = APIRouter(tags=["openai"])
 PostCall = Annotated[Call, Depends(read_call)]
 
 
-@dataclass(slots=True)
-class Completion:
-    """One call on its way; `echoes` is what each choice's text begins with."""
-
-    body: CompletionBody
-    model: LoadedModel
-    request: GenerationRequest
-    envelope: Envelope
-    echoes: list[str]
-    trace_id: str | None
-
-
 @router.post("/v1/completions", openapi_extra=body_in_openapi(CompletionBody.model_json_schema()))
 async def completions(call: PostCall) -> Response:
     """`n` continuations of each prompt; choice `row * n + k` is the k-th of prompt `row`."""
-    work = await prepare(call, validate(CompletionBody, call.body))
-    headers = fields.ignored(call.body, CompletionBody, work.request.params)
-    engine = work.model.engine
-    if work.body.stream:
-        stream, closing = await open_stream(call, engine, work.request)
-        return EventStream(sse(work, stream, heartbeat(call)), closing.close, headers)
-    with engine.submit(work.request) as stream:
-        events = await unless_client_leaves(call.request, collect(stream))
-    usage = wire.usage([event.usage or Usage() for event in events], work.body.n, 0)
-    choices = [entry(work, event, work.echoes[event.row] + event.text) for event in events]
-    return JSONResponse(work.envelope.wrap(choices, usage=usage), headers=headers)
-
-
-async def prepare(call: Call, body: CompletionBody) -> Completion:
-    """Raises InvalidField, UnsupportedField and BadRequest."""
+    body = validate(CompletionBody, call.body)
     fields.refuse_unsupported(call.body)
-    model = fields.pick_model(call, body)
-    prompts = await encode_prompts(body, model)
-    check_rows(len(prompts) * body.n, call.context.settings)
+    check_rows(len(body.prompt) * body.n, call.context.settings)
+    model = fields.pick_model(call, body.model)
     params = fields.completion_params(call, body, model, defaults.COMPLETIONS)
-    rows = [prompt for prompt in prompts for _ in range(body.n)]
-    return Completion(
+    prompts = await encode_prompts(body, model)
+    rows = [row for row in range(len(prompts)) for _ in range(body.n)]
+    echoes = [echo(body.prompt[row], model) if body.echo else "" for row in rows]
+    answer = Answer(
         body=body,
         model=model,
-        request=new_request(rows, params, body.chunk_size or (1 if body.stream else 16)),
+        request=new_request([prompts[row] for row in rows], params, chunk_size(body)),
         envelope=Envelope("text_completion", model.name, model.fingerprint, wire.new_id("cmpl")),
-        echoes=echoes(body, rows, model),
+        choices=[TextChoice(i, body, model.vocabulary.token_bytes, text) for i, text in enumerate(echoes)],
         trace_id=getattr(call.request.state, "request_id", None),
     )
+    return await respond(call, answer, fields.ignored(call.body, body, params))
 
 
 async def encode_prompts(body: CompletionBody, model: LoadedModel) -> list[Tokens]:
     """One tuple of token ids per prompt. Raises InvalidField."""
-    prompts = prompt_list(body)
-    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    if body.suffix is not None and ids:
-        raise InvalidField("suffix: fill in the middle needs prompts as text, not as token ids", param="suffix")
-    for prompt in ids:
-        check_ids(prompt, model.model.config.vocab_size)
-    if ids:
-        return [tuple(prompt) for prompt in ids]
-    texts = [str(prompt) for prompt in prompts]
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if not texts:
+        return [check_ids(prompt, model.model.config.vocab_size) for prompt in body.prompt]
     if body.suffix is not None:
         texts = [fim_prompt(text, body.suffix) for text in texts]
     if not all(texts):
@@ -99,60 +58,44 @@ async def encode_prompts(body: CompletionBody, model: LoadedModel) -> list[Token
     return await model.encode(texts)
 
 
-def prompt_list(body: CompletionBody) -> Sequence[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
-
-
-def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidField for an empty list or an id outside the vocabulary."""
-    if not prompt:
-        raise InvalidField("prompt: an empty list of token ids has nothing to continue", param="prompt")
+def check_ids(prompt: Sequence[Any], vocab_size: int) -> Tokens:
+    """A prompt's token ids. Raises InvalidField for one outside the vocabulary."""
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise InvalidField(
                 f"prompt: token id {token} is outside the vocabulary (0 to {vocab_size - 1})", param="prompt"
             )
+    return tuple(prompt)
 
 
-def echoes(body: CompletionBody, rows: Sequence[Tokens], model: LoadedModel) -> list[str]:
-    if not body.echo:
-        return [""] * len(rows)
-    return [model.vocabulary.decode_bytes(row).decode("utf-8", "replace") for row in rows]
+def echo(prompt: str | list[int], model: LoadedModel) -> str:
+    """A prompt as the text that its completion follows."""
+    return prompt if isinstance(prompt, str) else model.vocabulary.decode_bytes(prompt).decode("utf-8", "replace")
 
 
-def entry(work: Completion, event: Event, text: str, offset: int = 0) -> dict[str, Any]:
-    """One choice; `offset` is the length of the text that its log-probabilities follow."""
-    logprobs = None
-    if work.body.logprobs is not None:
-        logprobs = wire.text_logprobs(event.logprobs, work.model.vocabulary.token_bytes, offset)
-    return {"index": event.row, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+class TextChoice:
+    """One choice of a text completion, whose text begins with `echo`; implements `answer.Choice`."""
 
+    reasoning_tokens = 0
 
-async def sse(work: Completion, stream: RequestStream, heartbeat: float | None) -> AsyncIterator[bytes]:
-    """Pieces of text, the finish reasons, the usage if asked for, `[DONE]`."""
-    include_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
-    members: dict[str, Any] = {"usage": None} if include_usage else {}
-    usages = [Usage() for _ in range(stream.rows)]
-    lengths = [len(echo) for echo in work.echoes]
-    for row, echo in enumerate(work.echoes):
-        if echo:
-            first = {"index": row, "text": echo, "logprobs": None, "finish_reason": None}
-            yield data(work.envelope.wrap([first], **members))
-    async for events in stream.batches(heartbeat):
-        if not events:
-            yield PING
-        for event in events:
-            if event.text or event.finish_reason:
-                yield data(work.envelope.wrap([entry(work, event, event.text, lengths[event.row])], **members))
-            lengths[event.row] += len(event.text)
-            usages[event.row] = event.usage or usages[event.row]
-            if event.error is not None:
-                yield wire.error_event(event.error, work.trace_id)
-    if include_usage:
-        yield data(work.envelope.wrap([], usage=wire.usage(usages, work.body.n, 0)))
-    yield DONE
+    def __init__(self, row: int, body: CompletionBody, token_bytes: Sequence[bytes], echo: str) -> None:
+        self._row = row
+        self._echo = echo
+        self._logprobs = None if body.logprobs is None else TextLogprobs(token_bytes)
+
+    def opening(self) -> list[Entry]:
+        return [self._entry(self._echo)] if self._echo else []
+
+    def push(self, event: Event) -> list[Entry]:
+        reason = None if event.error is not None else event.finish_reason
+        if not (event.text or event.logprobs or reason):
+            return []
+        logprobs = self._logprobs.push(event.logprobs) if self._logprobs and event.logprobs else None
+        return [self._entry(event.text, logprobs, reason)]
+
+    def whole(self, event: Event) -> Entry:
+        logprobs = self._logprobs.push(event.logprobs) if self._logprobs else None
+        return self._entry(self._echo + event.text, logprobs, event.finish_reason)
+
+    def _entry(self, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None) -> Entry:
+        return {"index": self._row, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

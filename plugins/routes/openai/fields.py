@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
-from rwkv_lightning.core.errors import InvalidField, MissingField, UnsupportedField
+from rwkv_lightning.core.errors import InvalidField, ModelNotFound, UnsupportedField
 from rwkv_lightning.core.generation import option_names, sampling_params
 from rwkv_lightning.core.http import Call, ignored_fields
 from rwkv_lightning.core.models import LoadedModel
 from rwkv_lightning.core.request import SamplingParams
 from rwkv_lightning.plugins.routes.defaults import PathDefaults
-from rwkv_lightning.plugins.routes.openai.bodies import WITHOUT_EFFECT, ChatBody, CommonBody, CompletionBody, Message
+from rwkv_lightning.plugins.routes.openai.bodies import ChatBody, CommonBody, CompletionBody, OwnPathBody
 
+# Accepted without effect and without a remark: they cannot change what this server answers.
+WITHOUT_EFFECT = {
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "verbosity",
+    "prediction",
+    "moderation",
+    "parallel_tool_calls",
+}
 # The native sampling fields by the names that OpenAI's clients use, the winning name first.
 ALIASES = {
     "alpha_presence": ("presence_penalty", "alpha_presence"),
     "alpha_frequency": ("frequency_penalty", "alpha_frequency"),
     "alpha_decay": ("penalty_decay", "alpha_decay"),
 }
+SAMPLING = {"temperature", "top_p", "top_k", *(name for names in ALIASES.values() for name in names)}
 UNSUPPORTED = ("functions", "function_call", "audio", "web_search_options")
 HANDLED = {"response_format", "tools", "tool_choice", "modalities", *UNSUPPORTED}
 
 
-def messages_of(body: ChatBody) -> list[Message]:
-    """The messages. Raises MissingField when there are none and no system text stands in for them."""
-    if not body.messages:
-        raise MissingField("messages: a non-empty list of messages is required", param="messages")
-    return body.messages
-
-
-def first_content(body: Mapping[str, Any]) -> list[Message]:
-    """`contents[0]` as the user's message, none when there are no contents."""
-    contents = body.get("contents")
-    if contents in (None, []):
-        return []
-    if not isinstance(contents, list) or not isinstance(contents[0], str):
-        raise InvalidField("contents: a list of texts is wanted", param="contents")
-    return [Message(role="user", content=contents[0])]
-
-
 def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedField for what would change the answer and is not built; never ignores it."""
+    """Raises UnsupportedField or InvalidField for what would change the answer and is not built; never ignores it."""
     for name in UNSUPPORTED:
         if body.get(name) is not None:
             raise UnsupportedField(f"{name} is not supported by this server; leave it out", param=name)
-    if "audio" in (body.get("modalities") or ()):
+    if body.get("modalities") not in (None, [], ["text"]):
         raise UnsupportedField("modalities: this server answers with text only", param="modalities")
-    _refuse_tools(body)
+    _refuse_tools(body.get("tools"), body.get("tool_choice"))
     _refuse_formats(body.get("response_format"))
 
 
-def _refuse_tools(body: Mapping[str, Any]) -> None:
-    choice, tools = body.get("tool_choice"), body.get("tools")
+def _refuse_tools(tools: Any, choice: Any) -> None:
     if tools and choice != "none":
         raise UnsupportedField("tools are not supported by this server; leave them out", param="tools")
     if choice not in (None, "none", "auto"):
@@ -73,33 +68,42 @@ def _refuse_formats(response_format: Any) -> None:
         raise InvalidField("response_format: an object with type 'text' is wanted", param="response_format")
 
 
-def pick_model(call: Call, body: CommonBody) -> LoadedModel:
-    """The model that answers: with --strict-model-names only one of that name. Raises ModelNotFound."""
+def pick_model(call: Call, name: str | None) -> LoadedModel:
+    """The model of that name. An unknown one means the only loaded model, unless --strict-model-names is set.
+
+    Raises:
+        ModelNotFound
+    """
     models = call.context.models
-    if body.model is not None and call.context.settings.strict_model_names:
-        return models.get(body.model)
-    return models.default
+    if name is None:
+        return models.default
+    try:
+        return models.get(name)
+    except ModelNotFound:
+        if call.context.settings.strict_model_names or len(models.all()) > 1:
+            raise
+        return models.default
 
 
-def chat_params(
-    call: Call, body: ChatBody, model: LoadedModel, path: PathDefaults, top_logprobs: int | None
-) -> SamplingParams:
+def chat_params(call: Call, body: ChatBody, model: LoadedModel, path: PathDefaults) -> SamplingParams:
     """A chat's `stop` is added to the stops that end a turn."""
     turn_ends = path.stop if body.stop_tokens is None else body.stop_tokens
     stop = (*turn_ends, *(body.stop or ()))
-    name, limit = "max_tokens", body.max_tokens
-    if body.max_completion_tokens is not None:
-        name, limit = "max_completion_tokens", body.max_completion_tokens
-    return _params(call, body, model, path, stop, limit, name, top_logprobs)
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
+    return _params(call, body, model, path, stop=stop, top_logprobs=top_logprobs, limits=limits)
 
 
 def completion_params(call: Call, body: CompletionBody, model: LoadedModel, path: PathDefaults) -> SamplingParams:
     """A completion's `stop` replaces the default; an explicit null or [] means none."""
-    stop = path.stop
-    for name in ("stop_tokens", "stop"):
-        if name in call.body:
-            stop = tuple((call.body[name] and getattr(body, name)) or ())
-    return _params(call, body, model, path, stop, body.max_tokens, "max_tokens", body.logprobs)
+    stop = path.stop if body.stop_tokens is None else tuple(body.stop_tokens)
+    if "stop" in call.body:
+        stop = tuple(body.stop or ())
+    scored = body.echo and body.logprobs is not None
+    limits = {"max_tokens": body.max_tokens}
+    return _params(
+        call, body, model, path, stop=stop, top_logprobs=body.logprobs, limits=limits, prompt_logprobs=scored
+    )
 
 
 def _params(
@@ -107,24 +111,29 @@ def _params(
     body: CommonBody,
     model: LoadedModel,
     path: PathDefaults,
+    *,
     stop: tuple[str, ...],
-    max_tokens: int | None,
-    max_tokens_name: str,
     top_logprobs: int | None,
+    limits: Mapping[str, int | None],
+    prompt_logprobs: bool = False,
 ) -> SamplingParams:
+    """`limits` are the fields that bound the generated tokens, the winning one first."""
     settings = call.context.settings
+    name, limit = next((item for item in limits.items() if item[1] is not None), ("max_tokens", None))
     try:
         return sampling_params(
             model.engine,
             settings,
             sampler=body.sampler or path.sampler,
             values={**path.sampling, **sampling_values(call.body)},
-            max_tokens=max_tokens or min(path.max_tokens, settings.max_tokens_limit),
-            max_tokens_param=max_tokens_name,
+            max_tokens=limit or min(path.max_tokens, settings.max_tokens_limit),
+            max_tokens_param=name,
             stop=stop,
+            stop_param="stop",
             seed=body.seed,
             logit_bias=token_bias(body.logit_bias or {}, model.model.config.vocab_size),
             top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
     except InvalidField as error:
         raise _by_sent_name(error, call.body) from None
@@ -160,12 +169,24 @@ def token_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def ignored(
-    body: dict[str, Any], model: type[BaseModel], params: SamplingParams, extra_known: set[str] | None = None
-) -> dict[str, str]:
+def ignored(body: Mapping[str, Any], model: CommonBody, params: SamplingParams) -> dict[str, str]:
     """The header naming the fields that had no effect."""
     read = option_names(params)
-    aliases = {name for native, names in ALIASES.items() if native in read for name in names}
-    unread = {"temperature", "top_p", "top_k", *(n for names in ALIASES.values() for n in names)} - read - aliases
-    known = {*model.model_fields, *WITHOUT_EFFECT, *HANDLED, *read, *(extra_known or ())} - unread
-    return ignored_fields(body, known)
+    read |= {name for native, names in ALIASES.items() if native in read for name in names}
+    known = {*type(model).model_fields, *WITHOUT_EFFECT, *HANDLED}
+    sent = {name: value for name, value in body.items() if value is not None}
+    return ignored_fields(sent, (known - SAMPLING | read) - set(overridden(sent, model)))
+
+
+def overridden(sent: Mapping[str, Any], model: CommonBody) -> Iterator[str]:
+    """The fields that another field of the body wins over."""
+    for winner, loser in ALIASES.values():
+        if winner in sent:
+            yield loser
+    if isinstance(model, ChatBody):
+        if model.max_completion_tokens is not None:
+            yield "max_tokens"
+        decides = next(iter(model.thinking()), None)
+        yield from {"enable_think", "chat_template_kwargs", "reasoning_effort"} - {decides}
+    if isinstance(model, OwnPathBody) and model.messages:
+        yield "contents"

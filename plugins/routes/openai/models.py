@@ -1,4 +1,4 @@
-"""GET /openai/v1/models, /v1/models/{id}: what can be served."""
+"""GET /openai/v1/models and /v1/models/{id}: what can be served."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
     """One model by name or alias, or 404."""
     return context_of(request).models.get(model_id).card(model_id)
+
+
+@router.get("/openai/v1/models/{model_id:path}", dependencies=[Depends(require_password)])
+async def retrieve_openai_model(request: Request, model_id: str) -> dict[str, Any]:
+    """The same for clients with this base URL."""
+    return await retrieve_model(request, model_id)

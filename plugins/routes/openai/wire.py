@@ -1,21 +1,22 @@
-"""OpenAI's wire form: answers, chunks, usage and log-probabilities (openai_api.md section 2.4 and 2.5)."""
+"""OpenAI's wire form: answers, chunks, usage and log-probabilities (openai_api.md sections 2.4 and 2.5)."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rwkv_lightning.core.errors import InternalError, RequestError
 from rwkv_lightning.core.rendering import openai_error
-from rwkv_lightning.core.request import Event, TokenLogprob, Usage
+from rwkv_lightning.core.request import TokenLogprob, Usage
 from rwkv_lightning.core.sse import data
 
-ReasoningField = Literal["both", "reasoning_content", "reasoning", "inline"]
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 END_TAG = b"</think>"
+Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,78 +59,78 @@ def usage(rows: Sequence[Usage], choices_per_prompt: int, reasoning_tokens: int)
     }
 
 
-class ReasoningCount:
-    """Counts a row's tokens up to and including the end of its thought."""
+class ThoughtEnd:
+    """Watches the bytes of an answer that begins with a thought for its end tag."""
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self) -> None:
         self._tail = b""
-        self._thinking = True
-        self.count = 0
+        self._fresh = True  # no content yet
+        self.passed = False
 
-    def push(self, tokens: Sequence[int]) -> None:
-        for token in tokens if self._thinking else ():
-            self.count += 1
-            self._tail = (self._tail + self._token_bytes[token])[-64:]
-            if END_TAG in self._tail:
-                self._thinking = False
-                break
-
-
-def message_fields(reasoning: str, content: str, form: ReasoningField) -> dict[str, str]:
-    """The thought and the answer under the names that clients read."""
-    if form == "inline":
-        return {"content": f"<think>{reasoning}</think>{content}" if reasoning else content}
-    fields = {"content": content}
-    if reasoning and form in ("both", "reasoning_content"):
-        fields["reasoning_content"] = reasoning
-    if reasoning and form in ("both", "reasoning"):
-        fields["reasoning"] = reasoning
-    return fields
+    def push(self, data: bytes) -> bytes:
+        """The part of these bytes that belongs to the content: newlines right after the tag belong to the tag."""
+        if not self.passed:
+            _, tag, rest = (self._tail + data).partition(END_TAG)
+            self._tail = (self._tail + data)[-len(END_TAG) + 1 :]
+            self.passed, data = bool(tag), rest
+        if self._fresh:
+            data = data.lstrip(b"\n")
+            self._fresh = not data
+        return data
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], token_bytes: Sequence[bytes]) -> dict[str, Any]:
-    """`logprobs` of a chat choice; `bytes` is exact where `token` has replacement characters."""
-    return {"content": [_chat_entry(entry, token_bytes) for entry in entries], "refusal": None}
+def bytes_of(token: int, token_bytes: Sequence[bytes]) -> bytes:
+    """A token's bytes; ids past the table have none: a model's head may be wider than its vocabulary."""
+    return token_bytes[token] if token < len(token_bytes) else b""
 
 
-def _chat_entry(entry: TokenLogprob, token_bytes: Sequence[bytes]) -> dict[str, Any]:
-    top = [_token_entry(token, logprob, token_bytes) for token, logprob in entry.top]
-    return {**_token_entry(entry.token, entry.logprob, token_bytes), "top_logprobs": top}
+def chat_logprobs(entries: Iterable[tuple[TokenLogprob, bytes]], token_bytes: Sequence[bytes]) -> dict[str, Any]:
+    """`logprobs` of a chat choice, from entries and their bytes in the content; `token` may have replacements."""
+    return {"content": [_chat_entry(entry, raw, token_bytes) for entry, raw in entries], "refusal": None}
 
 
-def _token_entry(token: int, logprob: float, token_bytes: Sequence[bytes]) -> dict[str, Any]:
-    raw = token_bytes[token] if token < len(token_bytes) else b""
+def _chat_entry(entry: TokenLogprob, raw: bytes, token_bytes: Sequence[bytes]) -> dict[str, Any]:
+    top = [_token_entry(bytes_of(token, token_bytes), logprob) for token, logprob in entry.top]
+    return {**_token_entry(raw, entry.logprob), "top_logprobs": top}
+
+
+def _token_entry(raw: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
 
-def text_logprobs(entries: Sequence[TokenLogprob | None], token_bytes: Sequence[bytes], offset: int) -> dict[str, Any]:
-    """`logprobs` of a text completion; None entries are the first prompt token, which has no probability."""
-    result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    raw = b""
-    for entry in entries:
-        assert entry is not None
-        result["tokens"].append(token_text(entry.token, token_bytes))
-        result["token_logprobs"].append(finite(entry.logprob))
-        result["top_logprobs"].append({token_text(t, token_bytes): finite(p) for t, p in entry.top})
-        result["text_offset"].append(offset + len(raw.decode("utf-8", "replace")))
-        raw += token_bytes[entry.token]
-    return result
+class TextLogprobs:
+    """`logprobs` of one text completion, part by part; `text_offset` counts characters of the choice's text."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = Utf8Decoder("replace")
+        self._offset = 0
+
+    def push(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            raw = bytes_of(entry.token, self._token_bytes)[: entry.shown]
+            result["tokens"].append(raw.decode("utf-8", "replace"))
+            result["token_logprobs"].append(finite(entry.logprob))
+            result["top_logprobs"].append(None if entry.logprob is None else self._top(entry))
+            result["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(raw))
+        return result
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float | None]:
+        """Likeliest first; of several tokens that read the same, the likeliest stays."""
+        top: dict[str, float | None] = {}
+        for token, logprob in entry.top:
+            top.setdefault(bytes_of(token, self._token_bytes).decode("utf-8", "replace"), finite(logprob))
+        return top
 
 
-def token_text(token: int, token_bytes: Sequence[bytes]) -> str:
-    return token_bytes[token].decode("utf-8", "replace") if token < len(token_bytes) else ""
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def finite(logprob: float | None) -> float | None:
+    """A number that JSON can hold; NaN counts as impossible, too."""
+    return logprob if logprob is None or logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def error_event(error: Exception, trace_id: str | None) -> bytes:
     """An error after the stream has begun: the form that the official client raises with its message and code."""
     known = error if isinstance(error, RequestError) else InternalError("the row failed unexpectedly")
     return data(openai_error(known, trace_id))
-
-
-def last_usage(event: Event) -> Usage:
-    return event.usage or Usage()

@@ -1,0 +1,1 @@
+"""State stores: where states are kept below RAM, across restarts."""
