@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -71,6 +72,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         for model in context.models.all():
             await model.engine.stop()
+            if model.engine.states is not None:
+                await asyncio.to_thread(model.engine.states.sessions.shut_down)
         context.host.shutdown(context)
 
 

@@ -20,7 +20,7 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
     Raises:
         BodyTooLarge, BadRequest, UnsupportedField, ClientClosedRequest
     """
-    value = parse_json(await _read(request, limit))
+    value = parse_json(await read_bytes(request, limit))
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
     return value
@@ -44,7 +44,8 @@ def _refuse_constant(name: str) -> None:
     raise BadRequest(f"the body is not valid JSON: {name} is not a JSON number")
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body as it is, of at most `limit` bytes, after decompression too. Raises as `read_object`."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "deflate"):
         raise UnsupportedField(f"content-encoding {encoding!r} is not supported; send gzip or none")

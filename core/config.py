@@ -37,7 +37,7 @@ from rwkv_lightning.core.config_sources import (
 )
 from rwkv_lightning.core.errors import SettingsError
 
-GROUPS = ("general", "model", "engine", "limits", "server", "security", "plugins")
+GROUPS = ("general", "model", "engine", "states", "limits", "server", "security", "plugins")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -123,6 +123,23 @@ class Settings(BaseSettings):
     max_batch: Count = knob("engine", "most rows resident at once; memory may allow fewer", 1024)
     prefill_budget: Count = knob("engine", "prompt tokens fed per step beside the running rows", 512)
     prefill_chunk: Count = knob("engine", "prompt tokens of one row per step, at most prefill-budget", 256)
+
+    l1_slots: Annotated[int, Field(ge=0)] | None = knob(
+        "states", "finished sessions' states that may stay in slots (L1)", shown="half of the slots"
+    )
+    l2_bytes: ByteSize = knob("states", "host memory for sessions and prefixes (L2), e.g. 512MiB", ByteSize(1 << 30))
+    l3_bytes: ByteSize = knob("states", "what the state store may use (L3)", ByteSize(10 << 30))
+    state_store: Annotated[str, Lower] = knob("states", "the state store: sqlite, a plugin's, or none", "sqlite")
+    state_db: str | None = knob(
+        "states", "where the state store keeps its data", shown="a database in the user's data folder"
+    )
+    state_flush_interval: Seconds = knob("states", "seconds after which an answered turn is in the store", 1.0)
+    state_durability: Annotated[Literal["async", "sync"], Lower] = knob(
+        "states", "sync: an answer waits until its turn is in the store", "async"
+    )
+    session_queue: Annotated[int, Field(ge=0)] = knob("states", "turns that may wait for one session; over it 409", 16)
+    initial_state: Path | None = knob("states", "RWKV state-tuning file that every sequence begins from")
+    state_dir: Path | None = knob("states", "folder of the state-tuning files that requests may name")
 
     max_waiting: Count = knob("limits", "rows that may wait before a request gets 503", 16384)
     max_rows: Count = knob("limits", "rows of one request", 4096)

@@ -27,13 +27,16 @@ from rwkv_lightning.core.stream import RequestStream
 from rwkv_lightning.core.text.output import StopSet, TextOutput
 
 if TYPE_CHECKING:
+    from rwkv_lightning.core.cache.states import ModelStates
     from rwkv_lightning.core.interfaces import Sampler
     from rwkv_lightning.core.metrics import Metrics
     from rwkv_lightning.core.runner import ModelRunner
+    from rwkv_lightning.core.sequence import Sampled, Step
     from rwkv_lightning.core.text.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
+NO_SLOT_SECONDS = 0.001  # pause when every slot is being copied out by the writer
 Command = Callable[[], list[Event]]
 
 
@@ -67,6 +70,7 @@ class Engine:
         samplers: registered samplers of this model, by name.
         vocabulary: for the text of generated tokens.
         max_waiting: rows that may wait for a slot before a request is refused with 503.
+        states: sessions and prefixes; None for a model whose states nobody can keep.
         on_finished: called in the event loop once per finished request.
     """
 
@@ -79,6 +83,7 @@ class Engine:
         metrics: Metrics,
         *,
         max_waiting: int,
+        states: ModelStates | None = None,
         on_finished: Callable[[RequestSummary], None] = lambda summary: None,
     ) -> None:
         self.runner = runner
@@ -87,6 +92,7 @@ class Engine:
         self.vocabulary = vocabulary
         self.metrics = metrics
         self.max_waiting = max_waiting
+        self.states = states
         self.on_finished = on_finished
         self.failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -99,7 +105,8 @@ class Engine:
             {
                 "num_requests_running": lambda: scheduler.num_running,
                 "num_requests_waiting": lambda: scheduler.num_waiting + scheduler.num_swapped,
-                "slots_used": lambda: scheduler.ledger.used,
+                "slots_used": lambda: scheduler.num_running,
+                "slots_cached": lambda: scheduler.ledger.used - scheduler.num_running,
                 "slots_total": lambda: scheduler.ledger.total,
             }
         )
@@ -217,20 +224,30 @@ class Engine:
         begun = time.perf_counter()
         step = self.scheduler.schedule()
         if step is None:
+            time.sleep(NO_SLOT_SECONDS)
             return
+        self._emit(self._carry_out(step))
+        self.metrics.engine_step.observe(time.perf_counter() - begun)
+
+    def _carry_out(self, step: Step) -> list[Event]:
         try:
-            samples = self.runner.run(step)
+            samples = self._run_step(step)
         except (
             Exception
         ) as error:  # whatever a model or a plugin's sampler raises costs its step's rows, not the engine
             failure = describe_failure(error)
             if isinstance(failure, OutOfMemory):
                 self.runner.release_memory()
-            events = self.scheduler.fail(step, failure)
-        else:
-            events = self.scheduler.update(step, samples)
-        self._emit(events)
-        self.metrics.engine_step.observe(time.perf_counter() - begun)
+            return self.scheduler.fail(step, failure)
+        return self.scheduler.update(step, samples)
+
+    def _run_step(self, step: Step) -> list[Sampled]:
+        if self.states is None:
+            return self.runner.run(step)
+        self.states.before_run()
+        samples = self.runner.run(step)
+        self.states.after_run(step)
+        return samples
 
     def _drain_inbox(self) -> bool:
         """Carry out what the event loop asked for; waits when there is nothing to run. False ends the thread."""
@@ -261,8 +278,13 @@ class Engine:
         stops = StopSet(params.stop)
         token_bytes = self.vocabulary.token_bytes
         return [
-            RowParts(sampler, sampler.open(params.options, params.seed, row), TextOutput(token_bytes, stops))
-            for row in range(len(request.prompts))
+            RowParts(
+                sampler,
+                sampler.open(params.options, params.seed, row),
+                TextOutput(token_bytes, stops),
+                *(self.states.begin(request, prompt) if self.states else ()),
+            )
+            for row, prompt in enumerate(request.prompts)
         ]
 
     def _emit(self, events: list[Event]) -> None:

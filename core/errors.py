@@ -122,6 +122,13 @@ class SessionBusy(ClientError):
     status = 409
 
 
+class StateExists(ClientError):
+    """An import would replace a state."""
+
+    code = "state_exists"
+    status = 409
+
+
 class BodyTooLarge(ClientError):
     code = "body_too_large"
     status = 413

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -196,7 +196,9 @@ def heartbeat(call: Call) -> float | None:
 class EventStream(StreamingResponse):
     """Server-sent events. `on_close` runs whatever happens, also when not one chunk was sent."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[bytes], on_close: Callable[[], Awaitable[None] | None], headers: dict[str, str]
+    ) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers={**STREAM_HEADERS, **headers})
         self._on_close = on_close
 
@@ -204,4 +206,6 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_close()
+            closing = self._on_close()
+            if closing is not None:
+                await closing

@@ -13,7 +13,8 @@ STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 GAUGES = {
     "num_requests_running": "Sequences that hold a slot",
     "num_requests_waiting": "Sequences that wait for a slot, swapped ones included",
-    "slots_used": "Resident states in use",
+    "slots_used": "Resident states of running sequences",
+    "slots_cached": "Resident states kept for sessions; given up when a sequence needs the slot",
     "slots_total": "Resident states there is room for",
 }
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rwkv_lightning.core.cache.assemble import open_states
+from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.checkpoint import check_vocabulary, resolve_model_path
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.engine import Engine, RequestSummary
-from rwkv_lightning.core.errors import ModelNotFound, StartError
+from rwkv_lightning.core.errors import ModelNotFound, StartError, UnsupportedField
 from rwkv_lightning.core.interfaces import LoadOptions, SamplerContext
 from rwkv_lightning.core.ledger import SlotLedger
 from rwkv_lightning.core.request import Tokens
@@ -63,8 +65,21 @@ class LoadedModel:
     def card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "rwkv_lightning"}
 
+    @property
+    def states(self) -> ModelStates:
+        """Sessions, prefixes and initial states. Raises UnsupportedField when this model has none."""
+        if self.engine.states is None:
+            raise UnsupportedField(f"engine {self.engine_name} keeps no states, so there are no sessions here")
+        return self.engine.states
+
     async def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Token ids of each text; long ones are encoded in a worker thread."""
+        """Token ids of each text, and their stored beginnings brought into memory."""
+        prompts = await self._encode(texts)
+        if self.engine.states is not None:
+            await self.engine.states.prefixes.fetch(prompts, self.engine.states.initial.default.name)
+        return prompts
+
+    async def _encode(self, texts: Sequence[str]) -> list[Tokens]:
         if sum(map(len, texts)) < LONG_TEXT:
             return [tuple(self.vocabulary.encode(text)) for text in texts]
         return await asyncio.to_thread(lambda: [tuple(self.vocabulary.encode(text)) for text in texts])
@@ -127,16 +142,17 @@ class ModelManager:
     ) -> LoadedModel:
         settings = self._settings
         slots = count_slots(model, settings.max_batch)
-        states = model.new_states(slots)
-        scheduler = Scheduler(SlotLedger(slots), prefill_budget=settings.prefill_budget, chunk=settings.prefill_chunk)
+        pool = model.new_states(slots)
+        states = open_states(settings, self._host, model, pool, path, vocabulary)
         context = SamplerContext(vocab_size=model.config.vocab_size, token_bytes=vocabulary.token_bytes)
         engine = Engine(
-            ModelRunner(model, states),
-            scheduler,
+            ModelRunner(model, pool),
+            new_scheduler(settings, slots, states),
             self._host.create_samplers(context),
             vocabulary,
             self._metrics,
             max_waiting=settings.max_waiting,
+            states=states,
             on_finished=on_finished,
         )
         return LoadedModel(
@@ -150,6 +166,15 @@ class ModelManager:
             engine_name=engine_name,
             aliases=list(settings.model_alias),
         )
+
+
+def new_scheduler(settings: Settings, slots: int, states: ModelStates | None) -> Scheduler:
+    """The scheduler over `slots` slots, some of which the model's finished states may keep."""
+    budget, chunk = settings.prefill_budget, settings.prefill_chunk
+    if states is None:
+        return Scheduler(SlotLedger(slots), prefill_budget=budget, chunk=chunk)
+    ledger = SlotLedger(slots, reclaim=states.sessions.reclaim)
+    return Scheduler(ledger, prefill_budget=budget, chunk=chunk, keeper=states.keeper(ledger))
 
 
 def load_options(settings: Settings) -> LoadOptions:

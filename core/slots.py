@@ -83,7 +83,8 @@ class SlotPool:
         square = (config.head_size, config.head_size)
         self.shift = _zeros((config.n_layer, 2, count, config.n_embd), torch.float32, device)
         self.wkv = _zeros((config.n_layer, count, config.n_head, *square), dtype, device)
-        self.layers = [LayerStates(*shift, wkv) for shift, wkv in zip(self.shift, self.wkv, strict=True)]
+        halves = zip(self.shift.unbind(), self.wkv.unbind(), strict=True)
+        self.layers = [LayerStates(shift[0], shift[1], wkv) for shift, wkv in halves]
         self.nbytes_per_slot = (self.shift.nbytes + self.wkv.nbytes) // count
 
     def reset(self, slots: Sequence[int]) -> None:

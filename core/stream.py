@@ -19,6 +19,7 @@ class RequestStream:
         self.rows_done: set[int] = set()
         self._pending: dict[int, Event] = {}
         self._news = asyncio.Event()
+        self._ended = asyncio.Event()
 
     @property
     def finished(self) -> bool:
@@ -31,7 +32,13 @@ class RequestStream:
         self._pending[event.row] = event if earlier is None else merge(earlier, event)
         if event.finish_reason is not None:
             self.rows_done.add(event.row)
+            if self.finished:
+                self._ended.set()
         self._news.set()
+
+    async def ended(self) -> None:
+        """Wait until every row's terminal event has arrived, read or not."""
+        await self._ended.wait()
 
     async def wait(self, seconds: float) -> list[Event]:
         """Look at the news without taking it; empty when there was none within `seconds`."""

@@ -28,7 +28,10 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         self._log = tempfile.NamedTemporaryFile("w+b", suffix=".log")
-        command = [COMMAND, "serve", "--host", "127.0.0.1", "--port", "0", *self.options]
+        self._folder = tempfile.TemporaryDirectory()  # a state store of its own, unless the options name one
+        database = f"{self._folder.name}/states.db"
+        general = ["--host", "127.0.0.1", "--port", "0", "--state-db", database]
+        command = [COMMAND, "serve", *general, *self.options]
         self.process = subprocess.Popen(command, env=self.env, stdout=self._log, stderr=self._log)
         try:
             self.url = self._wait_for_url()
@@ -47,6 +50,7 @@ class ServerProcess:
                 self.process.kill()
                 self.process.wait()
         self._log.close()
+        self._folder.cleanup()
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -205,23 +206,24 @@ def check_one_fault(path: Path, faults: Faults, reason: str) -> None:
 # Full
 
 
+def mount(folder: Path, options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    return bool(shutil.which("mount")) and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 @contextlib.contextmanager
-def small_disk() -> Iterator[tuple[Path, Callable[[], None], dict[str, Any]]]:
+def small_disk() -> Iterator[tuple[Path, Callable[[], object], dict[str, Any]]]:
     """A folder with room for about 2 MB, how to make more room, and options for the store.
 
     A file system in memory where this user may mount one; else a database that may not grow.
     """
     folder = Path(tempfile.mkdtemp())
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+    if mount(folder, "size=2m"):
         try:
-            yield (
-                folder,
-                lambda: (subprocess.run([*mount[:4], "remount,size=9m", str(folder)], check=True), None)[1],
-                {},
-            )
+            yield folder, lambda: mount(folder, "remount,size=9m"), {}
         finally:
             subprocess.run(["umount", "-l", str(folder)], check=True)
+            folder.rmdir()
         return
     connections: list[sqlite3.Connection] = []
 
@@ -234,6 +236,7 @@ def small_disk() -> Iterator[tuple[Path, Callable[[], None], dict[str, Any]]]:
         connections[0].execute("PRAGMA max_page_count = 100000")
 
     yield folder, grow, {"connect": connect}
+    shutil.rmtree(folder)
 
 
 def test_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room() -> None:
@@ -276,6 +279,8 @@ def unprivileged() -> Iterator[Path]:
     finally:
         if root:
             os.seteuid(0)
+        folder.chmod(0o700)
+        shutil.rmtree(folder)
 
 
 def test_a_read_only_folder_is_refused() -> None:
@@ -303,7 +308,8 @@ def test_a_read_only_file_is_refused() -> None:
 
 def test_a_file_that_sqlite_finds_read_only_is_refused_at_the_start(tmp_path: Path) -> None:
     def connect(path: str, **options: Any) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{path}?mode=ro", uri=True, **options)
+        connection: sqlite3.Connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, **options)
+        return connection
 
     store = SqliteStore()
     store.open(str(tmp_path / "states.db"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_turn_of_a_session_deleted_meanwhile_is_not_stored(deletion: Deletion,
     running = {"turn of a": turns.begin("a"), "fork of a": turns.begin("a", forks=True), "turn of b": turns.begin("b")}
     assert turns.void(deletion) == 3 - len(kept)
     for name, turn in running.items():
-        turns.commit(turn, lambda name=name: done.append(name))  # type: ignore[misc]
+        turns.commit(turn, partial(done.append, name))
         turns.end(turn)
         turns.end(turn)
     assert done == kept
@@ -116,7 +117,12 @@ def test_a_turn_begun_after_the_deletion_is_stored() -> None:
 def test_no_deletion_comes_between_the_check_and_the_storing() -> None:
     turns, order = Turns(), list[str]()
     turn = turns.begin("a")
-    deleter = threading.Thread(target=lambda: (turns.void(Deletion("a")), order.append("deleted")))
+
+    def delete() -> None:
+        turns.void(Deletion("a"))
+        order.append("deleted")
+
+    deleter = threading.Thread(target=delete)
 
     def keep() -> None:
         deleter.start()

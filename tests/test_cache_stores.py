@@ -207,7 +207,7 @@ def test_opening_reads_no_states(many: SqliteStore, tmp_path: Path) -> None:
     seen: list[str] = []
 
     def connect(*args: Any, **options: Any) -> sqlite3.Connection:
-        connection = sqlite3.connect(*args, **options)
+        connection: sqlite3.Connection = sqlite3.connect(*args, **options)
         connection.set_trace_callback(seen.append)
         return connection
 

@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from openai_calls import CAPITAL, COUNT, PARIS, PLAIN, STORY, chat, client_of, joined, raw_stream, streamed
 from rwkv_lightning.core.demo import demo_model_path
+from rwkv_lightning.core.request import Event, FinishReason
 from rwkv_lightning.core.text.chat import ChatMessage, chat_prompt
 from rwkv_lightning.core.text.vocabulary import Vocabulary, find_for
+from rwkv_lightning.plugins.routes.openai.bodies import ChatBody
+from rwkv_lightning.plugins.routes.openai.chat import ChatChoice, ReasoningField
 from server_process import ServerProcess
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())
 VOCABULARY = Vocabulary.load(find_for(demo_model_path()))
 PATHS = ("/v1", "/openai/v1")
 CHAT = "/v1/chat/completions"
+THOUGHT = "They ask about France. The capital is Paris."
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +217,6 @@ def test_8_max_completion_tokens_wins(client: openai.OpenAI) -> None:
 
 
 def test_9_structured_output_is_refused(client: openai.OpenAI) -> None:
-    import pydantic
-
     class Person(pydantic.BaseModel):
         name: str
 
@@ -264,7 +267,7 @@ def test_11_the_thought_is_split_off(client: openai.OpenAI, fields: dict[str, An
     answer = chat(client, logprobs=True, **fields)
     message = answer.choices[0].message
     assert message.content == PARIS
-    assert message.reasoning_content == message.reasoning == "They ask about France. The capital is Paris."
+    assert message.reasoning_content == message.reasoning == THOUGHT
     details = answer.usage.completion_tokens_details
     assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
     assert answer.usage.prompt_tokens == prompt_tokens(CAPITAL, think=True)
@@ -300,22 +303,30 @@ def test_11_a_thought_cut_off(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == 5
 
 
-@pytest.mark.parametrize("form", ["reasoning_content", "reasoning", "inline"])
-def test_11_the_setting_names_the_field(form: str) -> None:
-    with ServerProcess("--reasoning-field", form) as server:
-        client = client_of(server)
-        message = chat(client, reasoning_effort="high").choices[0].message
-        pieces = [chunk.choices[0].delta for chunk in chat(client, reasoning_effort="high", stream=True)]
-        assert "".join(piece.content or "" for piece in pieces) == message.content
-        other = {"reasoning_content": "reasoning", "reasoning": "reasoning_content"}
-        if form == "inline":
-            assert message.content.startswith(">They ask")  # the prompt ends inside the opening tag
-            assert message.content.endswith("</think>\n" + PARIS)
-            assert not hasattr(message, "reasoning")
-        else:
-            assert getattr(message, form).startswith("They ask")
-            assert not hasattr(message, other[form])
-            assert "".join(getattr(piece, form, "") for piece in pieces) == getattr(message, form)
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("both", {"content": "Yes.", "reasoning_content": "Hm.", "reasoning": "Hm."}),
+        ("reasoning_content", {"content": "Yes.", "reasoning_content": "Hm."}),
+        ("reasoning", {"content": "Yes.", "reasoning": "Hm."}),
+        ("inline", {"content": ">Hm.</think>\nYes."}),
+    ],
+)
+def test_11_the_setting_names_the_field(form: ReasoningField, message: dict[str, str]) -> None:
+    """The same text whole and in pieces of any size; `inline` is what the model wrote."""
+    text = ">Hm.</think>\nYes."
+    body = ChatBody(enable_think=True)
+    whole = ChatChoice(0, body, VOCABULARY.token_bytes, form).whole(Event("", 0, text, finish_reason=FinishReason.STOP))
+    assert whole["message"] == {"role": "assistant", **message}
+    for size in range(1, len(text)):
+        choice = ChatChoice(0, body, VOCABULARY.token_bytes, form)
+        events = [Event("", 0, text[i : i + size]) for i in range(0, len(text), size)]
+        events[-1].finish_reason = FinishReason.STOP
+        pieces: dict[str, str] = {}
+        for entry in (entry for event in events for entry in choice.push(event)):
+            for name, piece in entry["delta"].items():
+                pieces[name] = pieces.get(name, "") + piece
+        assert pieces == message
 
 
 def test_15_models(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -332,16 +343,18 @@ def test_15_models(server: ServerProcess, client: openai.OpenAI) -> None:
         assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
 
 
-def test_15_names_of_models() -> None:
+def test_15_names_of_models_and_inline_thoughts() -> None:
     """Any name is served, by the model that is loaded, unless names are strict."""
-    with ServerProcess("--strict-model-names", "--model-alias", "gpt-x") as server:
+    with ServerProcess("--strict-model-names", "--model-alias", "gpt-x", "--reasoning-field", "inline") as server:
         client = client_of(server)
         with pytest.raises(openai.NotFoundError) as missing:
             chat(client)
         assert missing.value.code == "model_not_found"
         for name in ("rwkv7-demo", "gpt-x"):
-            answer = client.chat.completions.create(model=name, messages=CAPITAL, **PLAIN)  # type: ignore[call-overload]
+            fields = {**PLAIN, "messages": CAPITAL, "model": name, "reasoning_effort": "high"}
+            answer = client.chat.completions.create(**fields)
             assert answer.model == "rwkv7-demo"
+            assert answer.choices[0].message.content == f">{THOUGHT}</think>\n{PARIS}"
         assert server.post(CHAT, {"messages": CAPITAL, **PLAIN}).status_code == 200
 
 

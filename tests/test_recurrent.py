@@ -62,10 +62,10 @@ class TimeMix:
         state_dtype: torch.dtype = torch.float32,
     ) -> TimeMix:
         width = heads * size
-        small = [noise(seed, width, scale=0.5) for seed in range(8)]
-        weights = HeadWeights(*small[:2], None if first else small[2], *small[3:])
-        inputs = [noise(20 + seed, tokens, width).to(dtype) for seed in range(7)]
-        given = Projections(*inputs[:6], None if first else inputs[6])
+        w0, a0, v0, k_k, k_a, r_k, weight, bias = (noise(seed, width, scale=0.5) for seed in range(8))
+        weights = HeadWeights(w0, a0, None if first else v0, k_k, k_a, r_k, weight, bias)
+        r, k, v, w, a, g, v_mix = (noise(20 + seed, tokens, width).to(dtype) for seed in range(7))
+        given = Projections(r, k, v, w, a, g, None if first else v_mix)
         state = noise(40, slots, heads, size, size, scale=0.3).to(state_dtype)
         return cls(heads, weights, given, noise(41, tokens, width).to(dtype), state)
 
@@ -347,6 +347,7 @@ class TestArguments:
     @pytest.mark.parametrize("change", ["size", "stride", "dtype"])
     def test_shift_mix_refuses_what_it_cannot_read(self, name: str, change: str) -> None:
         case = Shift.make(4, 2, 6, 64, torch.bfloat16)
+        assert case.delta is not None
         tensors = {"x": case.x, "delta": case.delta, "shift": case.shift}
         tensors["out"] = torch.empty(6, 4, 64, dtype=torch.bfloat16)
         tensors[name] = spoilt(tensors[name], change)
@@ -386,8 +387,7 @@ class TestArguments:
         assert torch.equal(*outs)
 
 
-def spoilt(tensor: torch.Tensor | None, change: str) -> torch.Tensor:
-    assert tensor is not None
+def spoilt(tensor: torch.Tensor, change: str) -> torch.Tensor:
     if change == "size":
         return tensor[..., 1:].contiguous()
     if change == "stride":

@@ -344,7 +344,7 @@ class PluginLinear:
 class PluginSource(CheckpointSource):
     """A plugin's weights: every matrix as a `PluginLinear`."""
 
-    def linear(self, name: str) -> PluginLinear:  # type: ignore[override]
+    def linear(self, name: str) -> PluginLinear:
         weight = self._checkpoint.tensor(name).float()
         return PluginLinear(weight.t() if name[-2:] in ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2") else weight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -125,7 +127,7 @@ def test_a_stored_state_without_a_part_is_refused(dtype: torch.dtype) -> None:
 def test_slots_out_of_range_are_refused_before_anything_changes(slot: int) -> None:
     pool = filled(torch.float32)
     before, snapshot = all_bits(pool), pool.export(0)
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: pool.reset([0, slot]),
         lambda: pool.copy([(0, 1), (slot, 2)]),
         lambda: pool.copy([(0, 1), (2, slot)]),

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rwkv_lightning.core.cache.kept import Kept, SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey
 from rwkv_lightning.core.cache.leases import Leases
-from rwkv_lightning.core.cache.record import Expected, StateRecord
+from rwkv_lightning.core.cache.record import Expected, StateHeader, StateRecord
 from rwkv_lightning.core.cache.sessions import BranchNumbers, Deletion, Level, Listing, Place, Turns, listing
 from rwkv_lightning.core.cache.tiers import MemoryTier
 from rwkv_lightning.core.cache.writer import Writer
-from rwkv_lightning.core.errors import StateError, StateUnavailable, StoreError
-from rwkv_lightning.core.interfaces import StateStore, StoredState
+from rwkv_lightning.core.errors import NotFound, StateError, StateExists, StateUnavailable, StoreError
+from rwkv_lightning.core.interfaces import StateInfo, StateStore, StoredState
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.ledger import SlotLedger
@@ -169,22 +169,25 @@ class StateCache:
         with self._lock:
             if not kept.current:
                 return None
-            kept.busy = kept.record is None and kept not in self._leaving
+        return self._record_of(kept).to_stored()
+
+    def _record_of(self, kept: Kept) -> StateRecord:
+        """A state's copy in host memory, made if need be. Called in a worker thread."""
+        with self._lock:
             if kept in self._leaving:  # the step that overwrites its slot waits for this lock
                 self._leaving.remove(kept)
                 self._leave(kept)
-        if kept.busy:
-            self._copy_out(kept)
-        assert kept.record is not None
-        return kept.record.to_stored()
+            kept.busy = kept.record is None
+            record = kept.record
+        return record or self._copy_out(kept)
 
-    def _copy_out(self, kept: Kept) -> None:
+    def _copy_out(self, kept: Kept) -> StateRecord:
         """Copy a state out of its slot, beside the steps: a busy slot is not given away, a kept one not written."""
         assert kept.slot is not None
         try:
             snapshot = self._export(kept.slot)
             with self._lock:
-                self._remember(kept, snapshot)
+                return self._remember(kept, snapshot)
         finally:
             kept.busy = False
 
@@ -260,13 +263,53 @@ class StateCache:
         except StoreError as error:
             raise unavailable(error) from error
 
-    def install(self, record: StateRecord) -> None:
-        """Keep a record that came from outside."""
+    async def export_bytes(self, key: SessionKey) -> bytes:
+        """The record of a key, in its stored form. Raises NotFound, StateError, StateUnavailable."""
+        kept = await self.open(key)
+        if kept is None:
+            raise NotFound(f"there is no session {key.shown!r}", param="session_id")
+        try:
+            return await asyncio.to_thread(lambda: self._record_of(kept).to_bytes())
+        finally:
+            self.close(kept)
+
+    async def import_bytes(self, data: bytes, key: SessionKey | None, *, replace: bool) -> Kept:
+        """Keep an exported record, under its own key or another.
+
+        Raises StateError for a record that cannot be used here, StateExists where one of that key may not be replaced.
+        """
+        record = await asyncio.to_thread(StateRecord.from_bytes, data, self.expected)
+        own = SessionKey.parse(record.key)
+        key = SessionKey(key.session, key.branch, own.initial) if key else own
+        async with self.leases.hold(str(key)):
+            earlier = await self.open(key)
+            self.close(earlier)
+            if earlier is not None and not replace:
+                raise StateExists(f"session {key.shown!r} exists; import with replace=true to replace it")
+            if key.branch and self.store is not None:
+                await asyncio.to_thread(self.store.reserve_branches, key.session, 1, key.branch)
+            return self._keep_record(record.renamed(str(key)))
+
+    def _keep_record(self, record: StateRecord) -> Kept:
         kept = Kept.of(record)
         with self._lock:
             self._replace(kept)
             self.memory.put(record)
         self._write(kept)
+        return kept
+
+    async def family(self, session: str) -> list[StateInfo | StateHeader]:
+        """What is known of a session and its branches. Raises StateUnavailable."""
+        try:
+            infos = await asyncio.to_thread(self.store.family, session) if self.store else []
+        except StoreError as error:
+            raise unavailable(error) from error
+        found: dict[str, StateInfo | StateHeader] = {info.key: info for info in infos}
+        with self._lock:
+            kept = [*self._resident.values(), *self._unstored.values()]
+            headers = [*self.memory.sessions(), *(k.header for k in kept if k.key.session == session)]
+        found |= {h.key: h for h in headers if SessionKey.parse(h.key).session == session}
+        return list(found.values())
 
     async def durable(self, key: SessionKey) -> None:
         """With --state-durability sync: wait until what is kept under a key is in L3. Raises StateUnavailable."""
@@ -334,13 +377,14 @@ class StateCache:
                 old.current = False
         self.memory.remove(key)
 
-    def _remember(self, kept: Kept, snapshot: Any) -> None:
+    def _remember(self, kept: Kept, snapshot: Any) -> StateRecord:
         """A state's copy in host memory: L2 where it is current, else only for the turns that use it."""
         record = kept.take(snapshot)
         for gone in self.memory.put(record) if kept.current else ():
             resident = self._resident.get(gone.key)
             if resident is not None:
                 resident.record = None  # its slot still has it
+        return record
 
     def _write(self, kept: Kept) -> None:
         if self.writer is not None:
@@ -391,7 +435,8 @@ def final_state(
     if sequence.slot is None:  # it ended on its first token, and never needed a slot
         snapshot = sequence.snapshot
     elif seen > covered:
-        assert sequence.backup is not None and sequence.backup.seen <= covered, "a row's backup comes before its stop"
+        assert sequence.backup is not None, "a row whose text may stop early has a backup"
+        assert sequence.backup.seen <= covered, "a row's backup comes before its stop"
         seen, snapshot = sequence.backup
     answer = sequence.generated[:covered]
     base = target.base

@@ -53,7 +53,9 @@ class InitialStates:
     def named(self, name: str) -> InitialState:
         """The file of this name in the folder. Raises InvalidField; nothing outside the folder is ever opened."""
         if self._folder is None:
-            raise InvalidField("state: this server takes no state files (--state-dir names their folder)", param="state")
+            raise InvalidField(
+                "state: this server takes no state files (--state-dir names their folder)", param="state"
+            )
         path = (self._folder / name).resolve() if "\0" not in name else self._folder
         if self._folder not in path.parents or not path.is_file():
             raise InvalidField(f"state: there is no file {name[:80]!r} among this server's state files", param="state")

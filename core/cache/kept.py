@@ -65,7 +65,7 @@ class Kept:
         header = record.header
         kept = cls(SessionKey.parse(header.key), header.model, header.parent, None, (), record.tail, "", header.created)
         kept.record, kept.current = record, True
-        kept.header = header  # type: ignore[misc]  # cached_property: set instead of computed
+        kept.header = header  # a cached property: set instead of computed
         return kept
 
     @property

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
+from rwkv_lightning.core.body import read_bytes
 from rwkv_lightning.core.cache.kept import Kept, KeptSource, SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey, check_session_id
 from rwkv_lightning.core.cache.sessions import Deletion
@@ -32,6 +33,7 @@ from rwkv_lightning.core.http import (
 from rwkv_lightning.core.models import LoadedModel
 from rwkv_lightning.core.request import GenerationRequest, StateSource
 from rwkv_lightning.core.sse import data
+from rwkv_lightning.core.stream import RequestStream
 from rwkv_lightning.plugins.routes import defaults
 from rwkv_lightning.plugins.routes.native import wire
 from rwkv_lightning.plugins.routes.native.batch import build_request, unused_sampling
@@ -39,6 +41,7 @@ from rwkv_lightning.plugins.routes.native.bodies import BatchBody, Integer
 
 router = APIRouter(tags=["native"])
 PostCall = Annotated[Call, Depends(read_call)]
+STATE_OVERHEAD = 1 << 20  # bytes that an exported state may have besides its numbers
 TURN = "\n\n"  # stands between the turns of a conversation
 
 
@@ -68,7 +71,7 @@ async def state_completions(call: PostCall) -> Response:
     body = validate(StateBody, call.body)
     key = session_key(call, body)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(call.context.models.default.cache.leases.hold(str(key)))
+        await stack.enter_async_context(call.context.models.default.states.sessions.leases.hold(str(key)))
         turn = Turn(call, body, key, key, stack)
         return await turn.answer("rwkv7-state", {})
 
@@ -78,7 +81,7 @@ async def multi_state_completions(call: PostCall) -> Response:
     """One turn from any branch of a session; every success makes a new branch."""
     body = validate(MultiStateBody, call.body)
     root = session_key(call, body)
-    cache = call.context.models.default.cache
+    cache = call.context.models.default.states.sessions
     source = SessionKey(root.session, body.dialogue_idx, root.initial) if body.dialogue_idx else None
     async with AsyncExitStack() as stack:
         number = await asyncio.to_thread(cache.branches.take, root.session)
@@ -90,7 +93,7 @@ def session_key(call: Call, body: StateBody) -> SessionKey:
     """The session's key. Raises InvalidField for an id with ':' or for other than one prompt."""
     if len(body.contents) != 1:
         raise InvalidField(f"contents: exactly one prompt is wanted, not {len(body.contents)}", param="contents")
-    return SessionKey(check_session_id(body.session_id), 0, call.context.models.default.initial.name)
+    return SessionKey(check_session_id(body.session_id), 0, call.context.models.default.states.initial.default.name)
 
 
 class Turn:
@@ -110,8 +113,9 @@ class Turn:
         self.source = source
         self.target = target
         self.stack = stack
+        self.stream: RequestStream | None = None
         self.model: LoadedModel = call.context.models.default
-        self.cache = self.model.cache
+        self.cache = self.model.states.sessions
 
     async def answer(self, answer_id: str, members: dict[str, Any]) -> Response:
         """Generate, keep the state, and answer in the native form, streamed or not."""
@@ -120,22 +124,18 @@ class Turn:
         headers = ignored_fields(self.call.body, known)
         if self.body.stream:
             return await self._stream(request, members, headers)
-        stream = self.stack.enter_context(self.model.engine.submit(request))
-        self.stack.push_async_callback(stream.ended)
-        events = await unless_client_leaves(self.call.request, collect(stream))
+        self.stream = self.stack.enter_context(self.model.engine.submit(request))
+        events = await unless_client_leaves(self.call.request, collect(self.stream))
         await self.cache.durable(self.target)
-        content = wire.answer(
-            events, answer_id=answer_id, object_name="chat.completion", model=self.body.model
-        )
+        content = wire.answer(events, answer_id=answer_id, object_name="chat.completion", model=self.body.model)
         return JSONResponse({**content, **members}, headers=headers)
 
     async def _stream(self, request: GenerationRequest, members: dict[str, Any], headers: dict[str, str]) -> Response:
-        stream, closing = await open_stream(self.call, self.model.engine, request)
-        self.stack.push_async_callback(stream.ended)
+        self.stream, closing = await open_stream(self.call, self.model.engine, request)
         self.stack.push(closing)
         stack = self.stack.pop_all()  # the response outlives the caller's block
         chunks = wire.sse(
-            stream,
+            self.stream,
             heartbeat(self.call),
             before_end=lambda: self.cache.durable(self.target),
             last=self._last_event(members),
@@ -153,6 +153,7 @@ class Turn:
         turn = turns.begin(self.target.session, forks=self.target.branch > 0)
         self.stack.callback(turns.end, turn)
         base = await self._open()
+        self.stack.push_async_callback(self._until_ended)
         text = self.body.contents[0]
         if base is not None and not text.startswith(TURN):
             text = TURN + text
@@ -161,6 +162,11 @@ class Turn:
         request.source = KeptSource(base) if base else StateSource()
         request.target = SessionTarget(self.target, turn, base)
         return request
+
+    async def _until_ended(self) -> None:
+        """After an abort the engine may still be at it for a step: until then the session is not free."""
+        if self.stream is not None:
+            await self.stream.ended()
 
     async def _open(self) -> Kept | None:
         """The state to go on from. Raises NotFound for a branch that does not exist."""
@@ -181,7 +187,7 @@ class Turn:
 async def state_status(call: PostCall) -> Response:
     """What the three cache levels hold."""
     body = validate(StatusBody, call.body)
-    found = await call.context.models.default.cache.status(body.limit, body.offset)
+    found = await call.context.models.default.states.sessions.status(body.limit, body.offset)
     sessions = [
         {
             "session_id": place.key.shown,
@@ -201,7 +207,7 @@ async def state_delete(call: PostCall) -> Response:
     """Delete a session, with `delete_prefix` its branches too."""
     body = validate(DeleteBody, call.body)
     headers = ignored_fields(call.body, DeleteBody.model_fields)
-    cache = call.context.models.default.cache
+    cache = call.context.models.default.states.sessions
     if not await cache.delete(Deletion(body.session_id, body.delete_prefix)):
         content = {"status": "not_found", "message": f"there is no session {body.session_id!r}"}
         return JSONResponse(content, 404, headers=headers)
@@ -212,7 +218,7 @@ async def state_delete(call: PostCall) -> Response:
 @router.get("/state/tree/{session_id}", dependencies=[Depends(require_password)])
 async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
     """A session and its branches: parent, tokens, last words, time."""
-    cache = context_of(request).models.default.cache
+    cache = context_of(request).models.default.states.sessions
     headers = await cache.family(check_session_id(session_id))
     if not headers:
         raise NotFound(f"there is no session {session_id!r}", param="session_id")
@@ -234,7 +240,7 @@ async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
 async def export_state(request: Request, session_id: str) -> Response:
     """A session's or branch's state as a safetensors file."""
     model = context_of(request).models.default
-    record = await model.cache.export(parse_name(session_id, model.initial.name))
+    record = await model.states.sessions.export_bytes(parse_name(session_id, model.states.initial.default.name))
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in session_id)[:80]
     headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
     return Response(record, media_type="application/octet-stream", headers=headers)
@@ -252,8 +258,9 @@ async def import_state(
 ) -> dict[str, Any]:
     """Keep a state that GET /state/{session_id}/export gave, on this server or another."""
     model = context_of(request).models.default
-    key = parse_name(session_id, model.initial.name) if session_id else None
-    kept = await model.cache.import_bytes(await model.read_state_body(request), key, replace=replace)
+    key = parse_name(session_id, model.states.initial.default.name) if session_id else None
+    body = await read_bytes(request, 2 * model.model.state_nbytes() + STATE_OVERHEAD)
+    kept = await model.states.sessions.import_bytes(body, key, replace=replace)
     return {"status": "success", "session_id": kept.key.shown, "tokens": kept.header.tokens}
 
 

@@ -84,31 +84,29 @@ async def sse(
         before_end: awaited before the last rows' ends are told; a RequestError becomes an error event.
         last: an event to send before `[DONE]` when no row failed.
     """
+    failed = False
     try:
-        async for chunk in _chunks(stream, heartbeat, before_end):
-            yield chunk
+        async for events in stream.batches(heartbeat):
+            failed = failed or any(event.error is not None for event in events)
+            yield PING if not events else _texts(events)
+            if stream.finished and not failed:
+                await before_end()
+            yield _ends(events)
     except RequestError as error:
+        failed = True
         yield data({"error": error.message})
-        last = b""
-    yield last + DONE
+    yield DONE if failed else last + DONE
 
 
-async def _chunks(
-    stream: RequestStream, heartbeat: float | None, before_end: Callable[[], Awaitable[None]]
-) -> AsyncIterator[bytes]:
-    async for events in stream.batches(heartbeat):
-        if not events:
-            yield PING
-        if texts := [_delta(event, event.text, None) for event in events if event.text]:
-            yield _chunk(texts)
-        if stream.finished:
-            raise_if_all_failed(events, stream.rows)
-            await before_end()
-        if ends := [_delta(event, "", event.finish_reason) for event in events if event.finish_reason]:
-            yield _chunk(ends)
-        for event in events:
-            if event.error is not None:
-                yield data({"error": error_text(event.error), "index": event.row})
+def _texts(events: list[Event]) -> bytes:
+    choices = [_delta(event, event.text, None) for event in events if event.text]
+    return _chunk(choices) if choices else b""
+
+
+def _ends(events: list[Event]) -> bytes:
+    choices = [_delta(event, "", event.finish_reason) for event in events if event.finish_reason]
+    errors = [data({"error": error_text(e.error), "index": e.row}) for e in events if e.error is not None]
+    return b"".join([_chunk(choices) if choices else b"", *errors])
 
 
 def _delta(event: Event, text: str, finish_reason: str | None) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""`ModelStates`: what the engine and the routes ask of a model's cache: where rows begin and where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rwkv_lightning.core.cache.hierarchy import StateCache
+from rwkv_lightning.core.cache.initial import InitialSource, InitialState, InitialStates
+from rwkv_lightning.core.cache.kept import KeptSource
+from rwkv_lightning.core.cache.prefix_cache import PrefixCache
+from rwkv_lightning.core.request import GenerationRequest, Tokens
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.ledger import SlotLedger
+    from rwkv_lightning.core.sequence import Sequence, Step
+
+
+class RowStart(NamedTuple):
+    """How a row begins, as `RowParts` takes it."""
+
+    snapshot: Any
+    cached: int
+    logits: Any
+    captures: tuple[int, ...]
+
+
+class ModelStates:
+    """Sessions, prefixes and initial states of one model.
+
+    Args:
+        chunk: prompt tokens between the prefixes that are kept.
+    """
+
+    def __init__(self, sessions: StateCache, initial: InitialStates, chunk: int) -> None:
+        self.sessions = sessions
+        self.prefixes = PrefixCache(sessions)
+        self.initial = initial
+        self._chunk = chunk
+
+    def initial_of(self, request: GenerationRequest) -> InitialState:
+        """What a request's rows begin from where no kept state comes before."""
+        source = request.source
+        return source.initial if isinstance(source, InitialSource) else self.initial.default
+
+    def begin(self, request: GenerationRequest, prompt: Tokens) -> RowStart:
+        """Where a row begins: at a kept state, at the longest cached beginning of its prompt, or at its start."""
+        if isinstance(request.source, KeptSource):
+            return RowStart(request.source.kept, 0, None, ())
+        initial = self.initial_of(request)
+        if not request.use_prefix_cache or request.params.prompt_logprobs:
+            return RowStart(initial.snapshot, 0, None, ())
+        found = self.prefixes.find(prompt, initial.name)
+        length = found.length if found else 0
+        captures = self.prefixes.captures(prompt, length, len(request.prompts), self._chunk, request.boundaries)
+        if found is None:
+            return RowStart(initial.snapshot, 0, None, captures)
+        return RowStart(found.snapshot, length, found.logits, captures)
+
+    def before_run(self) -> None:
+        """Call between `schedule` and the run of the step."""
+        self.sessions.move_out()
+
+    def after_run(self, step: Step) -> None:
+        """Keep the prefixes that a step has captured."""
+        for capture in step.captures:
+            self.prefixes.put(capture, self.initial_of(capture.sequence.request).name)
+
+    def keeper(self, ledger: SlotLedger) -> Callable[[Sequence], bool]:
+        """What the scheduler calls with each row that ended well."""
+        return lambda sequence: self.sessions.keep(sequence, ledger)
