@@ -51,4 +51,17 @@ call 'GET /v1/models/{id}' '"object":"model"' \
     "$url/v1/models/$(curl -sS "${auth[@]}" "$url/v1/models" | sed -E 's/.*"id":"([^"]*)".*/\1/')"
 post 'POST /v1/completions' 'text_completion' /v1/completions \
     '{"prompt": "Once upon a time", "max_tokens": 8}'
+post 'POST /state/chat/completions' 'rwkv7-state' /state/chat/completions \
+    "{\"session_id\": \"smoke\", \"contents\": [\"$prompt\"], $greedy}"
+post 'POST /multi_state/chat/completions' '"dialogue_idx":' /multi_state/chat/completions \
+    "{\"session_id\": \"smoke\", \"dialogue_idx\": 0, \"contents\": [\"$prompt\"], $greedy}"
+post 'POST /state/status' '"sessions":' /state/status '{}'
+call 'GET /state/tree/{session_id}' '"branches":' "$url/state/tree/smoke"
+state=$(mktemp)
+trap 'rm -f "$state"' EXIT
+call 'GET /state/{session_id}/export' '' -o "$state" "$url/state/smoke/export"
+call 'POST /state/import' '"status":"success"' -X POST "$url/state/import?session_id=smoke-copy&replace=true" \
+    -H 'Content-Type: application/octet-stream' --data-binary "@$state"
+post 'POST /state/delete' '"status":"success"' /state/delete '{"session_id": "smoke", "delete_prefix": true}'
+post 'POST /state/delete (copy)' '"status":"success"' /state/delete '{"session_id": "smoke-copy"}'
 exit $failed

@@ -108,8 +108,9 @@ def test_16_suffix_fills_in_the_middle(client: openai.OpenAI) -> None:
 def test_16_logprobs(client: openai.OpenAI, stream: bool) -> None:
     for fields in ({}, {"stop": "aris"}, {"max_tokens": 2}):
         answer = complete(client, [CHAT_PROMPT, STORY], logprobs=5, stream=stream, **fields)
+        parts = list(answer) if stream else [answer]
         for index in (0, 1):
-            text, scores = gather([answer] if not stream else list(answer), index)
+            text, scores = gather(parts, index)
             check_scores(text, scores)
             top = scores["top_logprobs"][0]
             assert scores["token_logprobs"][0] == max(top.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rwkv_lightning.core.testing.backends import BackendSuite
 from rwkv_lightning.core.testing.routes import RouteGroupSuite
 from rwkv_lightning.core.testing.samplers import SamplerSuite
+from rwkv_lightning.core.testing.stores import StateStoreSuite
 from rwkv_lightning.core.testing.suite import Suite, failures
 
-__all__ = ["BackendSuite", "RouteGroupSuite", "SamplerSuite", "Suite", "failures"]
+__all__ = ["BackendSuite", "RouteGroupSuite", "SamplerSuite", "StateStoreSuite", "Suite", "failures"]

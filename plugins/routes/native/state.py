@@ -231,7 +231,7 @@ async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
             "last_text": header.last_text,
             "timestamp": header.created,
         }
-        for key, header in sorted((SessionKey.parse(h.key), h) for h in headers)
+        for key, header in sorted(((SessionKey.parse(h.key), h) for h in headers), key=lambda pair: pair[0].branch)
     ]
     return {"session_id": session_id, "branches": branches}
 
