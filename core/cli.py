@@ -1,4 +1,4 @@
-"""The command line: `rwkv-lightning serve | inspect | plugins | config`.
+"""The command line: `rwkv-lightning serve | convert | inspect | bench | plugins | config`.
 
 `serve` is meant when the first argument is an option. Whatever stops a command is one sentence on stderr and exit
 code 1; a plugin's failure shows its traceback too.
@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from rwkv_lightning.core.bench_options import GROUPS, add_bench_options
 from rwkv_lightning.core.config import Settings, load_settings
 from rwkv_lightning.core.config_sources import ENVIRONMENT_ONLY, PREFIX, suggestion
 from rwkv_lightning.core.errors import PluginError, SettingsError, StartError
+from rwkv_lightning.core.manifest import GROUP_SIZES, TARGETS
 from rwkv_lightning.core.options import add_options
 
 PROGRAM = "rwkv-lightning"
@@ -120,16 +122,32 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
         epilog=EXAMPLES,
     )
     top.add_argument("--version", action="version", version=f"{PROGRAM} {version(PROGRAM)}")
-    serve, inspect, plugins, config = (_command(name) for name in SUMMARIES)
+    serve, convert, inspect, bench, plugins, config = (_command(name) for name in SUMMARIES)
     add_options(serve)
     serve.epilog = f"{SERVE_NOTE}\n\n{EXAMPLES}"
+    _add_convert_options(convert)
     inspect.add_argument("file", help="the model file; tried as given, then with .pth, then with .safetensors")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     plugins.add_argument("--json", action="store_true", help="print a JSON list")
     add_options(plugins, ("general", "engine", "plugins"))
     config.add_argument("--json", action="store_true", help="print a JSON list")
     add_options(config)
-    return top, {"serve": serve, "inspect": inspect, "plugins": plugins, "config": config}
+    add_bench_options(bench)
+    add_options(bench, GROUPS)
+    return top, dict(zip(SUMMARIES, (serve, convert, inspect, bench, plugins, config), strict=True))
+
+
+def _add_convert_options(parser: Parser) -> None:
+    parser.usage = f"{PROGRAM} convert MODEL --to TARGET OUT [OPTIONS]"
+    parser.add_argument("model", metavar="MODEL", help="the model file: .pth or .safetensors, unquantised")
+    parser.add_argument(
+        "--to", required=True, choices=TARGETS, help="the engine that will read it, and how: %(choices)s"
+    )
+    parser.add_argument("out", metavar="OUT", help="the file to write; ends in .safetensors")
+    parser.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale, for gemlite-int4 (default 64)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT when it is there already")
 
 
 def _command(name: str) -> Parser:
@@ -143,26 +161,49 @@ def serve(options: dict[str, Any]) -> None:
     server.serve(settings)
 
 
+def convert(options: dict[str, Any]) -> None:
+    """Quantise a model file for an engine."""
+    group_size = options["group_size"]
+    if group_size and options["to"] != "gemlite-int4":
+        raise SettingsError(f"--group-size is for --to gemlite-int4; {options['to']} has one scale per row")
+    from pathlib import Path
+
+    from rwkv_lightning.core import convert as conversion
+    from rwkv_lightning.core.checkpoint import resolve_model_path
+
+    source, out = resolve_model_path(options["model"]), Path(options["out"]).expanduser()
+    with conversion.conversion_bar(source) as on_progress:
+        manifest = conversion.convert(
+            source,
+            options["to"],
+            out,
+            group_size=group_size or 64,
+            overwrite=options["overwrite"],
+            on_progress=on_progress,
+        )
+    before, after = source.stat().st_size, out.stat().st_size
+    print(f"{out}: {manifest.target}, {after / 1e6:,.1f} MB ({after / before:.2f} of {source.name})")
+
+
 def inspect(options: dict[str, Any]) -> None:
     """Print what a model file is."""
-    from rwkv_lightning.core.checkpoint import Checkpoint, resolve_model_path
+    from rwkv_lightning.core.checkpoint import resolve_model_path
+    from rwkv_lightning.core.inspection import facts
 
-    checkpoint = Checkpoint.open(resolve_model_path(options["file"]))
-    facts = {
-        "file": str(checkpoint.path),
-        "size": checkpoint.path.stat().st_size,
-        "architecture": "RWKV-7",
-        **dataclasses.asdict(checkpoint.config),
-        "parameters": checkpoint.parameters,
-        "dtype": str(checkpoint.dtype).removeprefix("torch."),
-        "fingerprint": checkpoint.fingerprint,
-    }
-    width = max(map(len, facts))
-    print(json.dumps(facts) if options["json"] else "\n".join(f"{k:{width}}  {_number(v)}" for k, v in facts.items()))
+    found = facts(resolve_model_path(options["file"]))
+    width = max(map(len, found))
+    print(json.dumps(found) if options["json"] else "\n".join(f"{k:{width}}  {_number(v)}" for k, v in found.items()))
 
 
 def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def bench(options: dict[str, Any]) -> None:
+    """Measure a model, or compare two measurements."""
+    from rwkv_lightning.core import bench as command
+
+    command.run(options)
 
 
 def plugins(options: dict[str, Any]) -> None:
@@ -190,11 +231,20 @@ def config(options: dict[str, Any]) -> None:
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (the default when the first argument is an option)",
-    "inspect": "say what a model file is: shape, type, size, fingerprint",
+    "convert": "quantise a model file for the gemlite or the cutlass engine",
+    "inspect": "say what a model file is: engine, shape, type, size, fingerprint",
+    "bench": "measure a model's speed here: decoding, prompts, samplers, HTTP; compare two measurements",
     "plugins": "list backends, samplers and route groups, where they come from and whether they work here",
     "config": "print the effective settings and where each came from; takes the options of serve",
 }
-COMMANDS = {"serve": serve, "inspect": inspect, "plugins": plugins, "config": config}
+COMMANDS = {
+    "serve": serve,
+    "convert": convert,
+    "inspect": inspect,
+    "bench": bench,
+    "plugins": plugins,
+    "config": config,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

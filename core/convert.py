@@ -163,7 +163,7 @@ def _copy_vocabulary(source: Path, out: Path) -> None:
 
 
 @contextmanager
-def conversion_bar(source: Path, total: int) -> Iterator[Callable[[int], None]]:
+def conversion_bar(source: Path) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, when stderr is a terminal. Gives the function that moves it on."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -171,6 +171,5 @@ def conversion_bar(source: Path, total: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"converting {source.name}", total=total)
+        task = progress.add_task(f"converting {source.name}", total=source.stat().st_size)
         yield lambda nbytes: progress.advance(task, nbytes)
-

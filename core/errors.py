@@ -217,6 +217,12 @@ class StateForeign(StateError):
     fault = "client"
 
 
+class StateLost(StateError):
+    """A session's last state was lost: the store failed, or memory was short. An older one is not given instead."""
+
+    code = "state_lost"
+
+
 class StateUnavailable(Overloaded):
     """The state store cannot be asked at the moment; what is in memory goes on."""
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from rwkv_lightning.core.errors import BadRequest, InvalidField, MissingField
 from rwkv_lightning.core.request import GenerationRequest, SamplingParams, Tokens
 from rwkv_lightning.core.text.output import MAX_STOP_BYTES
+from rwkv_lightning.core.text.vocabulary import utf8
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.config import Settings
@@ -30,8 +31,14 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
     Raises InvalidField (MissingField where one is missing) naming the first field at fault. `extra["errors"]` of the
     exception lists every fault as pydantic does, without the input.
     """
+    sent = {name: value for name, value in body.items() if value is not None}
+    for name in model.model_fields.keys() & sent.keys():
+        try:
+            _check_unicode(sent[name], name)
+        except RecursionError:
+            raise InvalidField(f"{name} is nested too deeply", param=name) from None
     try:
-        return model.model_validate({name: value for name, value in body.items() if value is not None})
+        return model.model_validate(sent)
     except ValidationError as error:
         faults = [_located(dict(fault)) for fault in error.errors(include_url=False, include_input=False)]
         param = ".".join(map(str, faults[0]["loc"]))
@@ -40,6 +47,21 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
             message = f"{param}: {message}"
         kind = MissingField if faults[0]["type"] == "missing" else InvalidField
         raise kind(message, param=param or None, extra={"errors": faults}) from None
+
+
+def _check_unicode(value: Any, path: str) -> None:
+    """Raises InvalidField for a lone surrogate in any text of a JSON value: JSON can hold one, UTF-8 cannot."""
+    if isinstance(value, str):
+        try:
+            utf8(value)
+        except ValueError as error:
+            raise InvalidField(f"{path}: {error}", param=path) from None
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_unicode(item, f"{path}.{index}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_unicode(item, f"{path}.{key}")
 
 
 def _located(fault: dict[str, Any]) -> dict[str, Any]:

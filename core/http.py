@@ -14,8 +14,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rwkv_lightning.core.body import read_object
-from rwkv_lightning.core.errors import ClientClosedRequest, Unauthorized
-from rwkv_lightning.core.request import Event, FinishReason, GenerationRequest
+from rwkv_lightning.core.errors import ClientClosedRequest, RowFailed, Unauthorized
+from rwkv_lightning.core.request import Event, GenerationRequest
 from rwkv_lightning.core.stream import RequestStream, merge
 
 if TYPE_CHECKING:
@@ -159,8 +159,11 @@ async def collect(stream: RequestStream) -> list[Event]:
 
 
 def raise_if_all_failed(events: list[Event], rows: int) -> None:
-    """Raise the first error when all `rows` of a request have failed without any text."""
-    failed = [e.error for e in events if e.finish_reason is FinishReason.ERROR and e.error and not e.text]
+    """Raise the first error when all `rows` of a request have failed.
+
+    A row that failed by itself does not count when it has text: its form may say so beside the text.
+    """
+    failed = [e.error for e in events if e.error and not (e.text and isinstance(e.error, RowFailed))]
     if rows and len(failed) == rows:
         raise failed[0]
 
@@ -181,7 +184,8 @@ async def open_stream(call: Call, engine: Engine, request: GenerationRequest) ->
     try:
         stream = stack.enter_context(engine.submit(request))
         first = await unless_client_leaves(call.request, stream.wait(LONGEST_HOLD))
-        raise_if_all_failed(first, stream.rows)
+        if not any(event.text for event in first):
+            raise_if_all_failed(first, stream.rows)
     except BaseException:
         stack.close()
         raise

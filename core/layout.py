@@ -6,6 +6,7 @@ of the low-rank pairs w (decay), a (in-context learning rate), v (value residual
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -138,7 +139,8 @@ def foreign(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     """What this file is when it is not RWKV-7 in the official layout: a clause with the way out, else None."""
     names = list(tensors)
     if MANIFEST in metadata or any(QUANTISED.search(name) for name in names):
-        return "is quantised: choose --inference-engine gemlite, or give the unquantised file it was converted from"
+        engine = engine_of(metadata) or "gemlite"
+        return f"is quantised: choose --inference-engine {engine}, or give the unquantised file it was converted from"
     if any(name.endswith(".att.r_k") for name in names if name.startswith("blocks.")):
         return None
     older = _older_version(tensors)
@@ -153,6 +155,15 @@ def foreign(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
             return f"is a transformer (it has the key '{name}'): this server runs RWKV-7 (x070) only"
     first = f"its first key is '{names[0]}'" if names else "it holds no tensors"
     return f"is not an RWKV-7 model ({first}): this server runs RWKV-7 (x070) only"
+
+
+def engine_of(metadata: Mapping[str, str]) -> str | None:
+    """The engine that a converted file's header names, whether or not the rest of it holds; None without one."""
+    try:
+        engine = json.loads(metadata[MANIFEST])["engine"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return engine if isinstance(engine, str) else None
 
 
 def _older_version(tensors: Mapping[str, torch.Tensor]) -> str | None:

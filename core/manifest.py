@@ -91,15 +91,6 @@ def _seal(fields: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def engine_of(metadata: Mapping[str, str]) -> str | None:
-    """The engine that a file's header names, whether or not the manifest holds what it promises; None without one."""
-    try:
-        engine = json.loads(metadata[MANIFEST])["engine"]
-    except (KeyError, ValueError, TypeError):
-        return None
-    return engine if isinstance(engine, str) else None
-
-
 def parse_manifest(text: str) -> Manifest:
     """Read a manifest. Raises ManifestError saying what is wrong and the way out."""
     fields = _fields(text)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from rwkv_lightning.core.checkpoint import Checkpoint, fingerprint
 from rwkv_lightning.core.errors import CheckpointError
-from rwkv_lightning.core.layout import MANIFEST, LayoutError, find_config, foreign
-from rwkv_lightning.core.manifest import TARGETS, Manifest, ManifestError, Target, engine_of, parse_manifest
+from rwkv_lightning.core.layout import MANIFEST, LayoutError, engine_of, find_config, foreign
+from rwkv_lightning.core.manifest import TARGETS, Manifest, ManifestError, Target, parse_manifest
 from rwkv_lightning.core.tensor_file import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def _as_official(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dic
     return official
 
 
-def _check_matrix(
-    matrix: str, values: torch.Tensor, scales: torch.Tensor, scheme: str, manifest: Manifest
-) -> None:
+def _check_matrix(matrix: str, values: torch.Tensor, scales: torch.Tensor, scheme: str, manifest: Manifest) -> None:
     import torch
 
     target, int4 = TARGETS[manifest.target], _bits(scheme) == 4

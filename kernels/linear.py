@@ -117,7 +117,7 @@ class ReferenceLinear(KernelLinear):
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] in `dtype` (default: the compute type), written into `out` when given."""
         _check_call(self, x, activation)
-        y = self._product(x) if activation == "none" else _ACTIVATE[activation](self._product(x).float())
+        y = activated(self._product(x), activation)
         dtype = _out_dtype(self, dtype, out)
         if out is None:
             return y.to(dtype)
@@ -138,6 +138,11 @@ _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
 }
+
+
+def activated(y: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of a product, computed in float32; without one the product as it is."""
+    return y if activation == "none" else _ACTIVATE[activation](y.float())
 
 
 # LinearTask of linear.cpp: weight, x, y; rows, columns, depth, x_stride, y_stride; weight_type, y_type, activation, 0

@@ -112,3 +112,9 @@ def make_quantised(
     reason = built.why if built is not None else f"device {weight.values.device.type}"
     why = f"PyTorch reference over int{weight.bits} weights widened to {str(dtype).removeprefix('torch.')}: {reason}"
     return ReferenceLinear(weight.dequantise(), dtype, deterministic=deterministic, why=why)
+
+
+def form(dtype: torch.dtype) -> str:
+    """Which form serves on the CPU, for the banner."""
+    weight = QuantisedWeight(torch.zeros(16, 32, dtype=torch.int8), torch.ones(16, 1), 8)
+    return make_quantised(weight, dtype).why.replace("int8", "integer")

@@ -14,12 +14,14 @@ from rwkv_lightning.core.config import load_settings
 from rwkv_lightning.core.server import Server, bind, build_context
 from server_process import ServerProcess
 
+OWN = {"host": "127.0.0.1", "port": 0, "drain_timeout": 1.0, "state_store": "none"}
+
 
 class ServerThread(ServerProcess):
     """`with ServerThread(max_batch=8) as server:` serves with these settings; `context` holds the server's parts."""
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = load_settings({"host": "127.0.0.1", "port": 0, "drain_timeout": 1.0, **settings})
+        self.settings = load_settings({**OWN, **settings})
 
     def __enter__(self) -> ServerThread:
         self.context = build_context(self.settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,23 @@ from example_plugins import EXAMPLES
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from rwkv_lightning.core.errors import InvalidField, RequestError
-from rwkv_lightning.core.interfaces import Backend, LoadOptions, RouteGroup, Sampler, SamplerContext
+from rwkv_lightning.core.errors import InvalidField, RequestError, StoreError
+from rwkv_lightning.core.interfaces import Backend, LoadOptions, RouteGroup, Sampler, SamplerContext, StateStore
 from rwkv_lightning.core.rendering import render_openai
-from rwkv_lightning.core.testing import BackendSuite, RouteGroupSuite, SamplerSuite, Suite, failures
+from rwkv_lightning.core.testing import (
+    BackendSuite,
+    RouteGroupSuite,
+    SamplerSuite,
+    StateStoreSuite,
+    Suite,
+    failures,
+)
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
 from rwkv_lightning.plugins.routes import native, openai, service
 from rwkv_lightning.plugins.samplers.temperature import TemperatureSampler
 from rwkv_lightning.plugins.samplers.v1 import V1Sampler
 from rwkv_lightning.plugins.samplers.v2 import V2Sampler
+from rwkv_lightning.plugins.stores.sqlite import SqliteStore
 
 sys.path += [str(EXAMPLES / "plugin-minp"), str(EXAMPLES / "plugin-echo-backend")]
 import rwkv_lightning_echo as echo
@@ -119,6 +128,11 @@ class TestMinPRoutes(RouteGroupSuite):
         return group_of(minp)
 
 
+class TestSqlite(StateStoreSuite):
+    def store(self) -> StateStore:
+        return SqliteStore()
+
+
 # Planted defects: a class that does one thing wrong, and the test that must notice
 
 
@@ -130,7 +144,8 @@ def caught(suite: type[Suite], test: str) -> None:
 
 
 def test_every_test_of_a_suite_has_a_defect_that_it_catches() -> None:
-    for suite, defects in ((BackendSuite, BACKENDS), (SamplerSuite, SAMPLERS), (RouteGroupSuite, ROUTES)):
+    planted = {BackendSuite: BACKENDS, SamplerSuite: SAMPLERS, RouteGroupSuite: ROUTES, StateStoreSuite: STORES}
+    for suite, defects in planted.items():
         assert {test for test, *_ in defects} == set(suite.names()), suite.__name__
 
 
@@ -482,3 +497,81 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("test", "changes"), ROUTES)
 def test_defects_of_route_groups_are_caught(test: str, changes: dict[str, Any]) -> None:
     caught(route_suite(**changes), test)
+
+
+real = SqliteStore
+
+
+def keeps_the_first(self: Any, states: Any) -> None:
+    real.put(self, [state for state in states if self.get(state.info.key) is None])
+
+
+def elsewhere(self: Any, location: str | None = None) -> None:
+    real.open(self, f"{location}-{time_seed()}")
+
+
+def says_nothing_when_closed(self: Any, key: str) -> bytes | None:
+    try:
+        return real.get(self, key)
+    except StoreError:
+        return None
+
+
+def like(self: Any, session: str) -> list[Any]:
+    return sorted((i for i in self.sessions() if i.key.startswith(session)), key=lambda info: info.branch)
+
+
+def forgets_the_last(self: Any, budget: int) -> list[str]:
+    return real.evict(self, budget)[:-1]
+
+
+def counts_in_memory(self: Any, session: str, count: int = 1, at_least: int = 1) -> int:
+    taken = self.__dict__.setdefault("taken", {})
+    first = max(taken.get(session, 1), at_least)
+    taken[session] = first + count
+    return first
+
+
+def reads_then_writes(self: Any, session: str, count: int = 1, at_least: int = 1) -> int:
+    first = int(self.get_meta(session) or 1)
+    time.sleep(0.001)
+    self.set_meta(session, str(first + count))
+    return first
+
+
+RECORDS, FAMILY = "test_records_come_back_byte_for_byte", "test_a_family_is_a_session_and_its_branches"
+ALONE = "test_a_store_belongs_to_one_server_and_can_be_opened_again"
+EVICTED = "test_eviction_takes_prefixes_first_then_the_least_recently_used"
+NUMBERS_ONCE = "test_branch_numbers_are_never_given_twice"
+STORES: list[tuple[str, dict[str, Any]]] = [
+    (RECORDS, {"get": lambda self, key: real.get(self, key) or None}),
+    (RECORDS, {"info": lambda self, key: real.info(self, key.lower())}),
+    ("test_a_put_replaces", {"put": keeps_the_first}),
+    ("test_states_and_texts_survive_a_restart", {"open": elsewhere}),
+    ("test_states_and_texts_survive_a_restart", {"check": lambda self: ["the store is not well"]}),
+    (ALONE, {"open": elsewhere}),
+    (ALONE, {"get": says_nothing_when_closed}),
+    ("test_sessions_are_listed_newest_first", {"sessions": lambda self, **options: real.sessions(self)[::-1]}),
+    ("test_sessions_are_listed_newest_first", {"count": lambda self, exclude=(): real.count(self)}),
+    (FAMILY, {"family": like}),
+    (FAMILY, {"family": lambda self, session: sorted(real.family(self, session), key=lambda info: info.key)}),
+    ("test_prefixes_are_listed_by_model_and_use", {"touch": lambda self, keys, now: None}),
+    ("test_usage_counts_what_there_is", {"usage": lambda self: replace(real.usage(self), nbytes=0)}),
+    ("test_deleted_states_are_gone", {"delete": lambda self, keys: real.delete(self, keys) and len(keys)}),
+    (EVICTED, {"touch": lambda self, keys, now: None}),
+    (EVICTED, {"evict": forgets_the_last}),
+    (NUMBERS_ONCE, {"reserve_branches": counts_in_memory}),
+    (NUMBERS_ONCE, {"reserve_branches": lambda self, session, count=1, at_least=1: at_least}),
+    ("test_threads_may_read_and_write_at_once", {"reserve_branches": reads_then_writes}),
+]
+
+
+@pytest.mark.parametrize(("test", "methods"), STORES)
+def test_defects_of_state_stores_are_caught(test: str, methods: dict[str, Any]) -> None:
+    planted = type("PlantedStore", (SqliteStore,), methods)
+
+    class Planted(StateStoreSuite):
+        def store(self) -> Any:
+            return planted()
+
+    caught(Planted, test)

@@ -67,26 +67,32 @@ class Desk:
             (self.folder / block.title).write_text(block.text)
         elif block.language == "sh" and block.text.startswith("rwkv-lightning serve"):
             self.serve(*block.text.split()[2:])
-        elif block.language in ("sh", "python"):
-            self.run(block)
+        elif block.language == "sh":
+            self.shell(self.here(block.text))
+        elif block.language == "python":
+            exec(compile(self.here(block.text), "docs", "exec", dont_inherit=True), {"__name__": "documented"})
 
     def serve(self, *options: str) -> None:
         self.server = self.stack.enter_context(ServerProcess(*options, env=self.env))
 
-    def run(self, block: Block) -> None:
-        if ADDRESS in block.text and self.server is None:
+    def here(self, text: str) -> str:
+        """The text with the address of the desk's server."""
+        if ADDRESS in text and self.server is None:
             self.serve()
-        text = block.text.replace(ADDRESS, self.server.url.removeprefix("http://")) if self.server else block.text
-        command = ["bash", "-euo", "pipefail", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
+        return text.replace(ADDRESS, self.server.url.removeprefix("http://")) if self.server else text
+
+    def shell(self, text: str) -> None:
+        command = ["bash", "-euo", "pipefail", "-c", text]
         environment = {**os.environ, **self.env}
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
-def test_examples_run_as_they_stand(document: Path, tmp_path: Path) -> None:
+def test_examples_run_as_they_stand(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
         desk = Desk(tmp_path, stack)
         for block in blocks(document):

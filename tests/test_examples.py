@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from example_plugins import EXAMPLES, installed_examples
+from server_thread import ServerThread
 
-from server_process import COMMAND, ServerProcess
+from rwkv_lightning.core import cli
+from server_process import ServerProcess
 
 FRANCE = "User: What is the capital of France?\n\nAssistant: <think>\n</think>\n"
 V1 = "/v1/chat/completions"
@@ -111,8 +111,9 @@ def test_broken_bodies_and_unknown_paths(server: ServerProcess) -> None:
     server.wait_idle()
 
 
-def test_the_password_protects_the_plugins_endpoint_too() -> None:
-    with ServerProcess("--plugin", "minp", "--password", "s3cret", env=environment()) as server:
+def test_the_password_protects_the_plugins_endpoint_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed_examples()))
+    with ServerThread(plugin=["minp"], password="s3cret") as server:
         body = {"prompt": "a", "max_tokens": 1}
         assert server.post(MINP, body).status_code == 401
         assert server.post(MINP, {**body, "password": "s3cret"}).status_code == 200
@@ -129,14 +130,15 @@ def test_tracing_names_the_hooks_and_who_implements_them(server: ServerProcess) 
     assert "hook register_routes(register, section) -> minp" in log
 
 
-def listed(*arguments: str) -> dict[tuple[str, str], dict[str, str]]:
-    command = [COMMAND, "plugins", "--json", *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment()}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return {(line["kind"], line["name"]): line for line in json.loads(done.stdout)}
+def test_the_listing_tells_what_is_loaded_available_and_usable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(installed_examples()))
 
+    def listed(*arguments: str) -> dict[tuple[str, str], dict[str, str]]:
+        assert cli.main(["plugins", "--json", *arguments]) == 0
+        return {(line["kind"], line["name"]): line for line in json.loads(capsys.readouterr().out)}
 
-def test_the_listing_tells_what_is_loaded_available_and_usable() -> None:
     lines = listed("--plugin", "minp,echo", "--device", "cuda")
     sampler = lines["sampler", "min-p"]
     assert (sampler["status"], sampler["plugin"]) == ("ready", "minp")
@@ -157,7 +159,7 @@ def test_the_echo_engine_serves_and_stops() -> None:
     options = ("--plugin", "echo", "--inference-engine", "echo", "--device", "cpu", "--served-model-name", "echo")
     with ServerProcess(*options, env=env) as server:
         answer = server.post(V1, {"contents": ["say abc"], "max_tokens": 6, "stop_tokens": [], "temperature": 0})
-        assert texts(answer) == ["abcabc"], "three letters are three tokens of this vocabulary"
+        assert texts(answer) == [" abc abc"], "' abc' is three tokens of this vocabulary"
         assert server.client.get("/v1/models").json()["data"][0]["id"] == "echo"
         server.process.terminate()
         assert server.process.wait(30) == 0

@@ -220,6 +220,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"prompt": "\ud800"}),
     ("prompt", {"prompt": ["a", "\udfff"]}),
     ("suffix", {"suffix": 5}),
+    ("suffix", {"suffix": "\ud800"}),
     ("echo", {"echo": "maybe"}),
     ("logprobs", {"logprobs": 6}),
     ("logprobs", {"logprobs": -1}),

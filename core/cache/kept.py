@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from rwkv_lightning.core.cache.keys import SessionKey
 from rwkv_lightning.core.cache.record import StateHeader, StateRecord, few_words, hash_tokens
 from rwkv_lightning.core.cache.sessions import Turn
+from rwkv_lightning.core.errors import StateLost
 from rwkv_lightning.core.request import StateSource, StateTarget, Tokens
+from rwkv_lightning.core.slots import Snapshot
 
 
 @dataclass(eq=False)
 class Kept:
-    """A session's or branch's state: in a slot (L1), or as a record in host memory, or both.
+    """A session's or branch's state: in a slot (L1), or as a copy in host memory (L2), or both.
+
+    There is at most one current `Kept` of a key. Where the state is changes under the cache's lock only; its numbers
+    never change.
 
     Args:
-        key: what it is kept under.
+        owner: the session or branch it belongs to.
         model: the model's fingerprint.
         parent: the stored key of the state it went on from; empty for none.
         base: the header of that state, None for a beginning.
@@ -28,7 +31,7 @@ class Kept:
         text: the text of the turn, for people.
     """
 
-    key: SessionKey
+    owner: SessionKey
     model: str
     parent: str
     base: StateHeader | None
@@ -37,23 +40,26 @@ class Kept:
     text: str
     created: float = field(default_factory=time.time)
     slot: int | None = None  # where the state is in L1
-    record: StateRecord | None = None  # the state in host memory
-    busy: bool = False  # a worker is copying the slot, which must not be given away meanwhile
+    copy: Snapshot | None = None  # the state in host memory
+    copying: int = 0  # threads that copy the slot, which must not be given away meanwhile
     users: int = 0  # turns that go on from here
     current: bool = False  # nothing newer has been kept under its key, and nobody deleted it
-    stored: bool = False  # L3 has it
-    written: Future[None] | None = None  # ends when L3 has it
+
+    @cached_property
+    def key(self) -> str:
+        """The key in a tier."""
+        return str(self.owner)
 
     @cached_property
     def header(self) -> StateHeader:
-        """The header of its record; hashing the tokens takes about a microsecond each."""
+        """The header of its record. Hashing the tokens takes about a microsecond each: not for the engine thread."""
         seen, digest = (self.base.tokens, self.base.token_hash) if self.base else (0, None)
         return StateHeader(
             model=self.model,
-            initial=self.key.initial,
+            initial=self.owner.initial,
             tokens=seen + len(self.news),
             token_hash=hash_tokens(self.news) if digest is None else hash_tokens(self.news, digest),
-            key=str(self.key),
+            key=self.key,
             parent=self.parent,
             last_text=few_words(self.text),
             created=self.created,
@@ -64,20 +70,25 @@ class Kept:
         """A record that was loaded or imported."""
         header = record.header
         kept = cls(SessionKey.parse(header.key), header.model, header.parent, None, (), record.tail, "", header.created)
-        kept.record, kept.current = record, True
+        kept.copy = record.snapshot
         kept.header = header  # a cached property: set instead of computed
         return kept
 
     @property
-    def snapshot(self) -> Any:
-        """The state in host memory. Only where `slot` is None."""
-        assert self.record is not None, "a kept state is in a slot or in memory"
-        return self.record.snapshot
+    def snapshot(self) -> Snapshot:
+        """The state in host memory, for a row that goes on from it. Raises StateLost."""
+        if self.copy is None:
+            raise StateLost("the state of this session was lost while memory was short; delete the session")
+        return self.copy
 
-    def take(self, snapshot: Any) -> StateRecord:
-        """Remember the state's copy in host memory."""
-        self.record = StateRecord(self.header, snapshot, self.tail)
-        return self.record
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy in host memory."""
+        return 0 if self.copy is None else self.copy.nbytes + 4 * len(self.tail)
+
+    def record(self, snapshot: Snapshot) -> StateRecord:
+        """Its record, around a copy of its numbers."""
+        return StateRecord(self.header, snapshot, self.tail)
 
 
 @dataclass(frozen=True, slots=True)

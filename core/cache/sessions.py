@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from threading import Lock
+from threading import Lock, RLock
 from typing import NamedTuple, TypeVar
 
 from rwkv_lightning.core.cache.keys import SEPARATOR, SessionKey
@@ -55,11 +56,16 @@ class Deletion:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A running turn. With `forks` it will store a new branch of the session, else the session itself."""
+    """A running turn. With `forks` it will store a new branch of the session, else the session itself.
+
+    Args:
+        written: ends when L3 has what the turn left; None before it left anything, and without L3.
+    """
 
     session: str
     forks: bool
     voided: bool = False
+    written: Future[None] | None = None
 
     def hit_by(self, deletion: Deletion) -> bool:
         """Whether what this turn is going to store would be deleted."""
@@ -69,10 +75,14 @@ class Turn:
 
 
 class Turns:
-    """The running turns. A session deleted meanwhile voids them: they end normally but are not stored. Thread-safe."""
+    """The running turns. A session deleted meanwhile voids them: they end normally but are not stored. Thread-safe.
 
-    def __init__(self) -> None:
-        self._lock = Lock()
+    Args:
+        lock: that of a cache, whose look-ups, deletions and commits exclude each other then.
+    """
+
+    def __init__(self, lock: RLock | None = None) -> None:
+        self._lock = lock or RLock()
         self._running: set[Turn] = set()
 
     def begin(self, session: str, *, forks: bool = False) -> Turn:
@@ -85,7 +95,7 @@ class Turns:
     def commit(self, turn: Turn, keep: Callable[[], T]) -> T | None:
         """Run `keep`, which stores the turn's state in RAM, unless the turn is voided: then None.
 
-        No deletion comes between the check and `keep`, which must be short and must not call this object.
+        No deletion comes between the check and `keep`, which must be short.
         """
         with self._lock:
             return None if turn.voided else keep()
@@ -124,9 +134,10 @@ class BranchNumbers:
         self._lock = Lock()
         self._unstored: dict[str, int] = {}  # session -> the least number that is free, where the store lags behind
 
-    def take(self, session: str) -> int:
-        """The next number of a session, 1 and up."""
+    def take(self, session: str, at_least: int = 1) -> int:
+        """The next number of a session, `at_least` and up."""
         with self._lock:
+            self._unstored[session] = max(at_least, self._unstored.get(session, 1))
             try:
                 return self._stored(session)
             except StoreError:

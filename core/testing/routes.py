@@ -7,6 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,8 +34,8 @@ BROKEN_BODIES = (b"", b"{", b"null", b"[]", b'"text"', b'{"a": "\xff"}', b"[" * 
 class RouteGroupSuite(Suite, ABC):
     """Subclass it, and return the group from `group`.
 
-    Requests go to an application with this group beside the built-in ones but without a model, so a handler must
-    refuse a broken body before it asks for one.
+    Requests go to an application with this group beside the built-in ones and the demo model. Its engine does not run,
+    so valid requests are answered 503.
     """
 
     @abstractmethod
@@ -50,8 +51,7 @@ class RouteGroupSuite(Suite, ABC):
 
     def app(self) -> FastAPI:
         """The application with this group and the built-in ones."""
-        host, settings, metrics = self._host(), load_settings(PLAIN), Metrics()
-        return build_app(ServerContext(settings, host, ModelManager(settings, host, metrics), metrics))
+        return build_app(ServerContext(load_settings(PLAIN), self._host(), _models(), Metrics()))
 
     def paths(self) -> list[tuple[str, str]]:
         """(method, path) of the group's routes and claims."""
@@ -60,7 +60,7 @@ class RouteGroupSuite(Suite, ABC):
 
     def _host(self) -> PluginHost:
         """The built-in plugins; a built-in group of this one's name makes place for it."""
-        host = PluginHost(load_settings(PLAIN), [plugin for plugin in discovery.discover() if plugin.own])
+        host = _built_in_host()
         mine, together = self.group(), Registry[RouteGroup](host.routes.kind)
         for item in host.routes:
             if item.name != mine.name.lower():
@@ -137,7 +137,28 @@ class RouteGroupSuite(Suite, ABC):
                 _object(body, what)
 
 
-PLAIN = {"plugin": (), "disable_plugin": (), "password": None, "protect_all": False}
+PLAIN: dict[str, Any] = {
+    "plugin": (),
+    "disable_plugin": (),
+    "password": None,
+    "protect_all": False,
+    "model_path": None,
+    "inference_engine": "fp16",
+    "device": "cpu",
+    "max_batch": 1,
+    "state_store": "none",
+}
+
+
+def _built_in_host() -> PluginHost:
+    return PluginHost(load_settings(PLAIN), [plugin for plugin in discovery.discover() if plugin.own])
+
+
+@lru_cache(maxsize=1)
+def _models() -> ModelManager:
+    models = ModelManager(load_settings(PLAIN), _built_in_host(), Metrics())
+    models.load(lambda summary: None)
+    return models
 
 
 def error_classes(root: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:

@@ -1,4 +1,4 @@
-"""`StateStoreSuite`: what was stored comes back byte for byte, in order, across restarts, and branch numbers never do."""
+"""`StateStoreSuite`: records come back byte for byte, in order and across restarts; branch numbers never do."""
 
 from __future__ import annotations
 

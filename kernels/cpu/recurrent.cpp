@@ -336,7 +336,8 @@ void wkv7(const RecurrentHeads& weights, const RecurrentRows& rows, const Recurr
   };
   const int64_t work = rows.tokens * heads * size * size;
   const int64_t threads = std::min({rows.threads, tasks, 1 + work / kSmallWork});
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4) if (threads > 1)
+  const int64_t portion = std::clamp<int64_t>(tasks / (8 * threads), 1, 4);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, portion) if (threads > 1)
   for (int64_t task = 0; task < tasks; task++) {
     const int64_t row = task / heads;
     const Head<T, SIZE> head{shape, weights, given, task % heads * size, heads * size};

@@ -15,7 +15,7 @@ from rwkv_lightning.core.body import read_bytes
 from rwkv_lightning.core.cache.kept import Kept, KeptSource, SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey, check_session_id
 from rwkv_lightning.core.cache.sessions import Deletion
-from rwkv_lightning.core.errors import InvalidField, NotFound
+from rwkv_lightning.core.errors import BadRequest, InvalidField, NotFound, StateCorrupt
 from rwkv_lightning.core.generation import option_names, validate
 from rwkv_lightning.core.http import (
     Call,
@@ -260,7 +260,10 @@ async def import_state(
     model = context_of(request).models.default
     key = parse_name(session_id, model.states.initial.default.name) if session_id else None
     body = await read_bytes(request, 2 * model.model.state_nbytes() + STATE_OVERHEAD)
-    kept = await model.states.sessions.import_bytes(body, key, replace=replace)
+    try:
+        kept = await model.states.sessions.import_bytes(body, key, replace=replace)
+    except StateCorrupt:
+        raise BadRequest("the body is not a whole exported state; export it again and send it unchanged") from None
     return {"status": "success", "session_id": kept.key.shown, "tokens": kept.header.tokens}
 
 

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rwkv_lightning.core.text.vocabulary import utf8
-
 MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_BIAS = 100.0
@@ -41,8 +39,6 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     prompts = [value] if isinstance(value, str) or _are_ids(value) else value
     if isinstance(prompts, list) and prompts:
         if all(isinstance(prompt, str) for prompt in prompts):
-            for prompt in prompts:
-                _check_unicode(prompt)
             return prompts
         if all(_are_ids(prompt) for prompt in prompts):
             return prompts
@@ -51,13 +47,6 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        utf8(text)
-    except ValueError as error:
-        raise fault(str(error)) from None
 
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
