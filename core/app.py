@@ -73,7 +73,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for model in context.models.all():
             await model.engine.stop()
             if model.engine.states is not None:
-                await asyncio.to_thread(model.engine.states.sessions.shut_down)
+                await asyncio.to_thread(model.engine.states.shut_down)
         context.host.shutdown(context)
 
 

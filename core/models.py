@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rwkv_lightning.core.cache.assemble import open_states
+from rwkv_lightning.core.cache.initial import InitialSource
+from rwkv_lightning.core.cache.metrics import StateMetrics
 from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.checkpoint import check_vocabulary, resolve_model_path
 from rwkv_lightning.core.demo import demo_model_path
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rwkv_lightning.core.host import PluginHost
     from rwkv_lightning.core.interfaces import Model
     from rwkv_lightning.core.metrics import Metrics
+    from rwkv_lightning.core.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +76,26 @@ class LoadedModel:
         return self.engine.states
 
     async def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Token ids of each text, and their stored beginnings brought into memory."""
-        prompts = await self._encode(texts)
-        if self.engine.states is not None:
-            await self.engine.states.prefixes.fetch(prompts, self.engine.states.initial.default.name)
-        return prompts
-
-    async def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Token ids of each text."""
         if sum(map(len, texts)) < LONG_TEXT:
             return [tuple(self.vocabulary.encode(text)) for text in texts]
         return await asyncio.to_thread(lambda: [tuple(self.vocabulary.encode(text)) for text in texts])
+
+    async def prepare(
+        self, request: GenerationRequest, *, state: str | None = None, use_prefix_cache: bool = True
+    ) -> GenerationRequest:
+        """Let a request begin where its body says; the stored beginnings of its prompts come into memory.
+
+        Args:
+            state: a file among the server's state files; None for the default. Raises InvalidField.
+        """
+        if state is not None:
+            request.source = InitialSource(await self.states.initial.find(state))
+        request.use_prefix_cache = use_prefix_cache
+        states = self.engine.states
+        if states is not None and use_prefix_cache and not request.params.prompt_logprobs:
+            await states.prefixes.fetch(request.prompts, states.initial_of(request).name)
+        return request
 
 
 class ModelManager:
@@ -144,6 +157,8 @@ class ModelManager:
         slots = count_slots(model, settings.max_batch)
         pool = model.new_states(slots)
         states = open_states(settings, self._host, model, pool, path, vocabulary)
+        if states is not None:
+            self._metrics.registry.register(StateMetrics(states))
         context = SamplerContext(vocab_size=model.config.vocab_size, token_bytes=vocabulary.token_bytes)
         engine = Engine(
             ModelRunner(model, pool),
@@ -173,7 +188,7 @@ def new_scheduler(settings: Settings, slots: int, states: ModelStates | None) ->
     budget, chunk = settings.prefill_budget, settings.prefill_chunk
     if states is None:
         return Scheduler(SlotLedger(slots), prefill_budget=budget, chunk=chunk)
-    ledger = SlotLedger(slots, reclaim=states.sessions.reclaim)
+    ledger = SlotLedger(slots, reclaim=states.cache.reclaim)
     return Scheduler(ledger, prefill_budget=budget, chunk=chunk, keeper=states.keeper(ledger))
 
 

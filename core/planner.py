@@ -193,6 +193,7 @@ class Planner:
         without_slot = []
         for follower in here:
             follower.catch_up(leader)
+            step.forked.append(follower)
             slot = self._seats.ledger.acquire(follower)
             if slot is None:
                 self._seats.set_aside(follower)

@@ -35,7 +35,7 @@ class ModelRunner:
 
     def _forward(self, step: Step) -> torch.Tensor:
         """The logits to draw from: those of the chunks that want them, then the rows that are ready."""
-        ready = [torch.stack(step.ready)] if step.ready else []
+        ready = [torch.stack(step.ready).to(self.model.device)] if step.ready else []
         if not step.chunks:
             return ready[0]
         logits = self.model.forward(make_batch(step.chunks, self.model.device), self.states)
@@ -68,7 +68,7 @@ class ModelRunner:
         for capture in step.captures:
             capture.snapshot = self.states.export(capture.slot)
             if capture.logits_row is not None:
-                capture.logits = logits[capture.logits_row].clone()
+                capture.logits = logits[capture.logits_row].to("cpu", copy=True)
 
     def _fork(self, step: Step) -> None:
         if step.forks:

@@ -17,9 +17,11 @@ from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
 from rwkv_lightning.kernels import recurrent
 from rwkv_lightning.kernels.linear import KernelLinear, LinearGroup
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
+from rwkv_lightning.kernels.triton.graphs import DecodeGraphs
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import Activation, Batch, Linear, SlotStates, WeightSource
+    from rwkv_lightning.kernels.triton.graphs import Capture, DecodeInputs
 
 
 class RWKV7:
@@ -31,6 +33,7 @@ class RWKV7:
         dtype: compute type of the operators.
         state_dtype: type of the resident wkv states, float32 or float16.
         description: the backend's part of the banner line.
+        capture: makes a step of decoding replayable, where that pays (on GPUs); None: every step runs eagerly.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class RWKV7:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         description: str,
+        capture: Capture | None = None,
     ) -> None:
         kernels = recurrent.select(device)
         self.config = source.config
@@ -50,6 +54,7 @@ class RWKV7:
         self._embedding = source.embedding
         self._state_dtype = state_dtype
         self._workspace = Workspace(source.config.n_embd, dtype, device)
+        self._replay = None if capture is None else _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))
         self._embed_norm = kernels.norm_rows(*_norm(source, "blocks.0.ln0"))
         self._layers = [_Layer(source, kernels, index) for index in range(source.config.n_layer)]
         self._final_norm = kernels.norm_rows(*_norm(source, "ln_out"))
@@ -75,26 +80,58 @@ class RWKV7:
             ValueError: a token, slot, offset or position is out of range; nothing has been changed then.
         """
         pool = cast("SlotPool", states)
-        rows = _check(batch, self.config.vocab_size, pool.count)
-        b = self._workspace.buffers(rows.tokens)
-        self._embed_norm(self._embedding(batch.tokens), None, None, b.x)
+        rows, positions = _check(batch, self.config.vocab_size, pool.count)
+        if self._replay is not None and positions == list(range(rows.slots.numel())) and len(positions) == rows.tokens:
+            logits = self._replay(batch.tokens, rows.slots, pool)
+            if logits is not None:
+                return logits
+        return self.run(batch.tokens, rows, batch.logit_positions, pool, self._workspace)
+
+    def run(
+        self, tokens: torch.Tensor, rows: Rows, positions: torch.Tensor, pool: SlotPool, workspace: Workspace
+    ) -> torch.Tensor:
+        """The eager step over a checked batch, in the buffers of `workspace`; logits [S, V] after `positions`."""
+        b = workspace.buffers(rows.tokens)
+        self._embed_norm(self._embedding(tokens), None, None, b.x)
         delta = None
         for layer, state in zip(self._layers, pool.layers, strict=True):
             delta = layer.time_mix(delta, state, rows, b)
             layer.mix_channels(b.x, delta, state.channel_shift, rows, b.channel_in)
             if layer is not self._layers[-1]:
                 delta = layer.feed_forward(b.channel_inputs, b)
-        return self._logits(b, batch.logit_positions)
+        return self._logits(b, positions, workspace)
 
-    def _logits(self, b: Buffers, positions: torch.Tensor) -> torch.Tensor:
+    def _logits(self, b: Buffers, positions: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """The last layer's feed-forward, the final norm and the head, only where logits are wanted."""
         if not positions.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=positions.device)
-        chosen = self._workspace.buffers(positions.numel())
+        chosen = workspace.buffers(positions.numel())
         inputs = (b.channel_inputs[0].index_select(0, positions),)
         delta = self._layers[-1].feed_forward(inputs, chosen)
         self._final_norm(b.x, positions, delta, chosen.y)
         return self._head((chosen.y,), chosen)[0]
+
+
+class _Replay:
+    """Decoding by captured steps, over the states that decoded last; in buffers of its own, which stay in place."""
+
+    def __init__(self, model: RWKV7, capture: Capture, workspace: Workspace) -> None:
+        self._model = model
+        self._capture = capture
+        self._workspace = workspace
+        self._pool: SlotPool | None = None
+        self._graphs: DecodeGraphs
+
+    def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor | None:
+        """Logits after one token per row, or None when this batch must run eagerly."""
+        if self._pool is not pool:
+            model, workspace = self._model, self._workspace
+
+            def step(given: DecodeInputs) -> torch.Tensor:
+                return model.run(given.tokens, given.rows, given.positions, pool, workspace)
+
+            self._pool, self._graphs = pool, DecodeGraphs(step, self._capture, model.device, pool.count)
+        return self._graphs(tokens, slots)
 
 
 class _Layer:
@@ -172,9 +209,10 @@ def _head_weights(source: WeightSource, att: str, is_first: bool) -> HeadWeights
     return HeadWeights(w0, a0, v0, k_k, k_a, r_k, *_norm(source, f"{att}ln_x"))
 
 
-def _check(batch: Batch, vocab_size: int, slot_count: int) -> Rows:
-    """The row structure of a batch whose every index is in range: the kernels check nothing."""
+def _check(batch: Batch, vocab_size: int, slot_count: int) -> tuple[Rows, list[int]]:
+    """The row structure and logit positions of a batch whose every index is in range: the kernels check nothing."""
     tokens, offsets, slots = batch.tokens.tolist(), batch.offsets.tolist(), batch.slots.tolist()
+    positions: list[int] = batch.logit_positions.tolist()
     rising = all(map(operator.lt, offsets, offsets[1:]))
     if not slots or len(offsets) != len(slots) + 1 or not rising or offsets[0] != 0 or offsets[-1] != len(tokens):
         raise ValueError(f"batch.offsets {offsets} do not cut {len(tokens)} tokens into {len(slots)} rows")
@@ -182,8 +220,8 @@ def _check(batch: Batch, vocab_size: int, slot_count: int) -> Rows:
         raise ValueError(f"batch.slots {slots} must be distinct")
     _check_range("slots", slots, slot_count)
     _check_range("tokens", tokens, vocab_size)
-    _check_range("logit_positions", batch.logit_positions.tolist(), len(tokens))
-    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), len(tokens))
+    _check_range("logit_positions", positions, len(tokens))
+    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), len(tokens)), positions
 
 
 def _check_range(name: str, values: list[int], end: int) -> None:

@@ -144,8 +144,8 @@ class Scheduler:
     def fail(self, step: Step, error: Exception) -> list[Event]:
         """The step could not be carried out: its rows end with ERROR, all others go on.
 
-        Its rows are those fed, those sampled, those whose save had not been made, and those that wait for one of them
-        to read their common prompt.
+        Its rows are those fed, those sampled, those whose save had not been made, those that were to take over a state
+        in it, and those that wait for one of them to read their common prompt.
         """
         self._land(step)
         rows = _rows_of(step)
@@ -201,7 +201,13 @@ def _rows_of(step: Step) -> dict[Sequence, None]:
     rows = dict.fromkeys(chunk.sequence for chunk in step.chunks)
     rows |= dict.fromkeys(sequence for sequence, _ in step.samples)
     rows |= dict.fromkeys(sequence for sequence, _ in step.saves if sequence.snapshot is None)
-    return rows | dict.fromkeys(follower for leader in rows for follower in leader.followers)
+    rows |= dict.fromkeys(step.forked)
+    waiting = list(rows)
+    while waiting:  # followers may have followers of their own
+        followers = waiting.pop().followers
+        rows |= dict.fromkeys(followers)
+        waiting += followers
+    return rows
 
 
 def _row_failed(sequence: Sequence) -> RowFailed:

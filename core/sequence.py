@@ -215,7 +215,7 @@ class Sequence:
     def catch_up(self, leader: Sequence) -> None:
         """Take over what the leader has read, as far as this row follows it."""
         self.prefilled, self.snapshot, self.ready = self.fork_at, None, None
-        self.prompt_logprobs = leader.prompt_logprobs[: self.fork_at]
+        self.prompt_logprobs = leader.prompt_logprobs  # the same list: the step at hand completes it
         while self.marks and self.marks[-1] <= self.fork_at:
             self.marks.pop()
 
@@ -288,6 +288,7 @@ class Step:
     that wants logits gives logits row k, and the rows of `ready` follow. 7. `captures`: export what somebody wants.
     8. `forks`: copy slot to slot; `fork_saves`: export the slot once, into the `snapshot` of every follower listed.
     9. `samples`: draw for each (sequence, logits row); followers share their leader's logits row.
+    `forked` are the followers that take over a leader's state in this step, in 8.
     `Scheduler.update` takes one `Sampled` per entry, in the same order.
     """
 
@@ -302,4 +303,5 @@ class Step:
     captures: list[Capture] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)
     fork_saves: list[tuple[int, list[Sequence]]] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)
     samples: list[tuple[Sequence, int]] = field(default_factory=list)

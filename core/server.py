@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from rich.console import Console
-from rich.table import Table
 
 from rwkv_lightning.core.app import build_app
 from rwkv_lightning.core.errors import StartError
@@ -92,6 +91,8 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner says that and where it runs
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -112,21 +113,22 @@ def print_banner(context: ServerContext, port: int) -> None:
     """Where the server is, what it serves, and a line to try."""
     settings, model = context.settings, context.models.default
     url = f"http://{reachable_host(settings.host)}:{port}"
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in banner_rows(model, settings):
-        table.add_row(f"[bold]{name}[/]", value)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"[bold green]rwkv-lightning[/] serves at [bold]{url}[/]  (docs: {url}/docs)")
-    console.print(table)
-    console.print("try it:", style="bold")
-    console.print(try_line(url, settings.password is not None), markup=False)
+    console.print(f"[bold green]rwkv-lightning[/] serves at [bold]{url}[/]  (API reference: {url}/docs)")
+    for name, value in banner_rows(model, settings):
+        console.print(f"  [bold]{name:8}[/]  ", end="")
+        console.print(value, markup=False)
+    console.print(f"try it:\n{try_line(url, settings.password is not None)}", markup=False)
 
 
 def banner_rows(model: LoadedModel, settings: Settings) -> list[tuple[str, str]]:
     state = model.model.state_nbytes()
     return [
         ("model", f"{model.name} ({model.path})"),
-        ("engine", f"{model.engine_name} on {model.model.device}, {model.model.dtype}; {model.model.description}"),
+        ("engine", model.engine_name),
+        ("device", f"{model.model.device}, {settings.threads} threads"),
+        ("type", model.model.dtype),
+        ("kernels", model.model.description),
         ("slots", f"{model.slots} x {state / 1e6:.2f} MB of state"),
         ("password", "required" if settings.password else "none (--password sets one)"),
     ]

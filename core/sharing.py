@@ -38,6 +38,8 @@ def may_follow(row: Sequence, leader: Sequence, shared: int) -> bool:
         return False
     if row.prompt == leader.prompt:
         return True
+    if row.params.prompt_logprobs:  # each row needs the logits after every token of its prompt
+        return False
     return shared >= leader.cached + LEAST_SHARED
 
 

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from rwkv_lightning.kernels import triton
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.cpu.memory import slabs
 
@@ -308,15 +309,22 @@ class LinearGroup:
         return binding
 
 
-def make_linear(weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool = False) -> KernelLinear:
+def make_linear(
+    weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool = False, sparse_input: bool = False
+) -> KernelLinear:
     """The operator of a weight [N, K], in the compute type `dtype`, by the fastest form there is for its device.
 
-    With `deterministic`, a row of the result has the same bits whatever the number of rows.
+    With `deterministic`, a row of the result has the same bits whatever the number of rows. `sparse_input` promises
+    inputs that are mostly zero, which GPUs make use of.
 
     Raises:
         ValueError: the weight is not a matrix of floating-point numbers.
     """
     _check_weight(weight)
+    if weight.device.type == "cuda" and not deterministic and triton.missing() is None:
+        from rwkv_lightning.kernels.triton.linear import device_linear
+
+        return device_linear(weight, dtype, sparse_input=sparse_input)
     built = library() if weight.device.type == "cpu" else None
     if built is None:
         why = f"PyTorch's matrix product on {weight.device.type}"

@@ -43,7 +43,7 @@ class QuantisedWeight:
     def dequantise(self) -> torch.Tensor:
         """The matrix that is meant, float32 [N, K]."""
         n, k = self.shape
-        q = self.values if self.bits == 8 else unpack_int4(self.values).sub(INT4_LEVELS)
+        q = self.values if self.bits == 8 else unpack_int4(self.values).char().sub(INT4_LEVELS)
         return (q.view(n, -1, self.group).float() * self.scales.float().unsqueeze(-1)).view(n, k)
 
 

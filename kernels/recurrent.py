@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rwkv_lightning.kernels import reference
+from rwkv_lightning.kernels import reference, triton
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
@@ -34,6 +34,8 @@ class Kernels:
 def select(device: torch.device | str) -> Kernels:
     """The fastest kernels there are for a device."""
     kind = torch.device(device).type
+    if kind == "cuda":
+        return _triton()
     if kind != "cpu":
         return _reference(f"PyTorch reference on {kind}")
     built = library()
@@ -41,6 +43,14 @@ def select(device: torch.device | str) -> Kernels:
         return _reference(f"PyTorch reference: {built.why}")
     instructions = _functions(built.lib).instructions().decode()
     return Kernels(CppShiftMix, CppWkv7, CppNormRows, f"C++ kernels ({instructions})")
+
+
+def _triton() -> Kernels:
+    if why := triton.missing():
+        return _reference(f"PyTorch reference: {why}")
+    from rwkv_lightning.kernels.triton.recurrent import TritonNormRows, TritonShiftMix, TritonWkv7
+
+    return Kernels(TritonShiftMix, TritonWkv7, TritonNormRows, "Triton kernels")
 
 
 def _reference(why: str) -> Kernels:

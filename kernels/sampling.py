@@ -1,4 +1,5 @@
-"""Draws the next token of many rows: the C++ kernel for logits in host memory, else the PyTorch reference."""
+"""Draws the next token of many rows: the C++ kernel for logits in host memory, the Triton kernel for those on a GPU,
+else the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rwkv_lightning.kernels import sampling_reference
+from rwkv_lightning.kernels import sampling_reference, triton
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.sampling_rows import Row, Rule
 
@@ -40,10 +41,21 @@ def sample(rule: Rule, logits: torch.Tensor, rows: Sequence[Row], exempt: Sequen
 
 def select(device: torch.device | str) -> tuple[Sample, str]:
     """The function that samples on a device, and why that one."""
-    if torch.device(device).type != "cpu":
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return _triton()
+    if kind != "cpu":
         return sampling_reference.sample, "PyTorch reference (the C++ kernel reads host memory)"
     kernel, why = _kernel()
     return (_sample_cpu, why) if kernel else (sampling_reference.sample, f"PyTorch reference ({why})")
+
+
+def _triton() -> tuple[Sample, str]:
+    if why := triton.missing():
+        return sampling_reference.sample, f"PyTorch reference ({why})"
+    from rwkv_lightning.kernels.triton.sampling import sample as triton_sample
+
+    return triton_sample, "Triton kernel"
 
 
 @functools.cache

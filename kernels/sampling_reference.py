@@ -35,7 +35,7 @@ def sample(rule: Rule, logits: torch.Tensor, rows: Sequence[Row], exempt: Sequen
         drawn = _draw(rule, logits[start : start + ROWS_AT_ONCE], part)
         for row, token in zip(part, drawn, strict=True):
             if token >= 0:
-                _advance(rule, row, token, exempt)
+                advance_row(rule, row, token, exempt)
         tokens += drawn
     return tokens
 
@@ -136,7 +136,7 @@ def _pick(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.minimum(token, last)
 
 
-def _advance(rule: Rule, row: Row, token: int, exempt: Sequence[int]) -> None:
+def advance_row(rule: Rule, row: Row, token: int, exempt: Sequence[int]) -> None:
     """Count the drawn token: decay what was drawn before, then add to its penalty (V1) or count (V2)."""
     state = row.state
     state.position += 1

@@ -80,7 +80,7 @@ def test_a_state_comes_back_bit_for_bit_in_its_own_type(dtype: torch.dtype) -> N
 
 def test_a_prefix_keeps_its_logits() -> None:
     logits = torch.arange(300, dtype=torch.float32)
-    key = prefix_key("f" * 32, "", hash_tokens(TOKENS))
+    key = prefix_key("f" * 32, "", pack(TOKENS))
     made = StateRecord(header(key=key, initial=""), snapshot(), logits=logits)
     back = StateRecord.from_bytes(made.to_bytes(), replace(EXPECTED, token_hash=hash_tokens(TOKENS)))
     assert back.logits is not None
@@ -335,7 +335,7 @@ def test_what_cannot_be_a_session_id_is_refused_by_field(session_id: str) -> Non
 
 
 def test_prefix_keys_depend_on_everything() -> None:
-    parts = [("m", "", "00"), ("n", "", "00"), ("m", "i", "00"), ("m", "", "01")]
+    parts = [("m", "", b"00"), ("n", "", b"00"), ("m", "i", b"00"), ("m", "", b"01")]
     found = {prefix_key(*part) for part in parts}
     assert len(found) == 4
     assert all(is_prefix_key(key) for key in found)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rwkv_lightning.core.cache.keys import SessionKey
-from rwkv_lightning.core.cache.sessions import BranchNumbers, Deletion, Level, Place, Turns, listing
+from rwkv_lightning.core.cache.sessions import BranchNumbers, Deletion, Level, Place, Turn, Turns, listing
 from rwkv_lightning.core.errors import StoreError
 from rwkv_lightning.core.interfaces import StoredState
 
@@ -95,7 +95,11 @@ def test_not_found_only_when_the_very_session_is_missing(
 )
 def test_a_turn_of_a_session_deleted_meanwhile_is_not_stored(deletion: Deletion, kept: list[str]) -> None:
     turns, done = Turns(), list[str]()
-    running = {"turn of a": turns.begin("a"), "fork of a": turns.begin("a", forks=True), "turn of b": turns.begin("b")}
+    running = {
+        "turn of a": turns.begin(Turn("a")),
+        "fork of a": turns.begin(Turn("a", forks=True)),
+        "turn of b": turns.begin(Turn("b")),
+    }
     assert turns.void(deletion) == 3 - len(kept)
     for name, turn in running.items():
         turns.commit(turn, partial(done.append, name))
@@ -108,7 +112,7 @@ def test_a_turn_of_a_session_deleted_meanwhile_is_not_stored(deletion: Deletion,
 def test_a_turn_begun_after_the_deletion_is_stored() -> None:
     turns = Turns()
     assert turns.void(Deletion("a", branches=True)) == 0
-    turn = turns.begin("a")
+    turn = turns.begin(Turn("a"))
     assert turns.commit(turn, lambda: "stored") == "stored"
     turns.end(turn)
     assert turns.void(Deletion("a")) == 0, "a turn that has ended is not running"
@@ -116,7 +120,7 @@ def test_a_turn_begun_after_the_deletion_is_stored() -> None:
 
 def test_no_deletion_comes_between_the_check_and_the_storing() -> None:
     turns, order = Turns(), list[str]()
-    turn = turns.begin("a")
+    turn = turns.begin(Turn("a"))
 
     def delete() -> None:
         turns.void(Deletion("a"))
@@ -136,7 +140,7 @@ def test_no_deletion_comes_between_the_check_and_the_storing() -> None:
 
 def test_a_failure_while_storing_is_the_callers() -> None:
     turns = Turns()
-    turn = turns.begin("a")
+    turn = turns.begin(Turn("a"))
     with pytest.raises(ZeroDivisionError):
         turns.commit(turn, lambda: 1 // 0)
     assert turns.void(Deletion("a")) == 1, "the lock is free again"

@@ -69,7 +69,7 @@ def test_a_flag_can_be_taken_back(served: list[Settings], monkeypatch: pytest.Mo
         ("serve --no-deterministc", "unknown option --no-deterministc; did you mean --no-deterministic?"),
         ("serve foo", "unexpected argument 'foo'; see rwkv-lightning serve --help"),
         ("serv", "unknown command 'serv'; did you mean serve?"),
-        ("frobnicate", "unknown command 'frobnicate'; there are serve, inspect, plugins, config"),
+        ("frobnicate", f"unknown command 'frobnicate'; there are {', '.join(cli.COMMANDS)}"),
         ("--port", "--port: expected one argument"),
         ("--port x", "--port 'x': input should be a valid integer, unable to parse string as an integer"),
         ("--password=", "--password: must not be empty; give it a value or leave it out"),

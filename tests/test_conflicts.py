@@ -182,7 +182,9 @@ def essence(response: httpx.Response) -> Any:
     """What an answer says, without ids and times; a stream as the texts of its rows."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
-        return {key: value for key, value in response.json().items() if key not in ("id", "created")}
+        answer = {key: value for key, value in response.json().items() if key not in ("id", "created")}
+        answer.get("usage", {}).pop("prompt_tokens_details", None)  # what is cached depends on what came before
+        return answer
     rows: Counter[tuple[int, str]] = Counter()
     texts: dict[tuple[int, str], str] = {}
     for event in sse_events(response)[:-1]:

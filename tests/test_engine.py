@@ -26,7 +26,7 @@ Load = Callable[..., LoadedModel]
 
 
 def load(**settings: Any) -> LoadedModel:
-    chosen = Settings(threads=1, **settings)
+    chosen = Settings(threads=1, state_store="none", **settings)
     return ModelManager(chosen, PluginHost(chosen), Metrics()).load(lambda summary: None)
 
 

@@ -485,7 +485,7 @@ def test_every_hook_is_described() -> None:
 def test_the_projects_own_plugins_are_always_loaded() -> None:
     host = PluginHost(load_settings())
     assert {plugin.origin.distribution for plugin in host.plugins} == {"rwkv-lightning"}
-    assert [item.name for item in host.backends] == ["fp16"]
+    assert {item.name for item in host.backends} >= {"fp16"}
     assert {item.name for item in host.samplers} >= {"v1", "v2", "temperature"}
     assert {group.name for group in host.route_groups()} >= {"native", "service"}
     without = PluginHost(load_settings({"disable_plugin": ["V2"]}))

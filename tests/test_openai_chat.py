@@ -46,7 +46,7 @@ def prompt_tokens(messages: list[dict[str, str]], think: bool = False) -> int:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_1_an_answer_has_role_text_reason_and_usage(server: ServerProcess, path: str) -> None:
-    answer = chat(client_of(server, path))
+    answer = chat(client_of(server, path), extra_body={"use_prefix_cache": False})
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
     assert answer.model == "rwkv7-demo"
@@ -84,7 +84,8 @@ def test_3_usage_comes_last_and_only_when_asked_for(server: ServerProcess) -> No
     chunks = raw_stream(server, CHAT, {**body, "stream_options": {"include_usage": True, "include_obfuscation": True}})
     *others, last = chunks
     assert last["choices"] == []
-    assert last["usage"] == server.post(CHAT, body).json()["usage"]
+    whole = server.post(CHAT, body).json()["usage"]
+    assert {**last["usage"], "prompt_tokens_details": whole["prompt_tokens_details"]} == whole  # the second finds a prefix
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in others)
     assert not any("usage" in chunk for chunk in raw_stream(server, CHAT, body))
     refused = server.post(CHAT, {**body, "stream_options": {"include_usage": True}})
@@ -138,7 +139,7 @@ def test_5_n_choices_share_one_prefill(server: ServerProcess, client: openai.Ope
 
     def steps(n: int) -> float:
         before = server.metric("engine_step_seconds_count")
-        answer = chat(client, long, n=n, max_tokens=1)
+        answer = chat(client, long, n=n, max_tokens=1, extra_body={"use_prefix_cache": False})
         assert len(answer.choices) == n
         return server.metric("engine_step_seconds_count") - before
 
@@ -283,7 +284,8 @@ def test_11_the_thought_is_split_off(client: openai.OpenAI, fields: dict[str, An
     assert "".join(delta.content or "" for delta in deltas) == PARIS
     first_text = next(i for i, delta in enumerate(deltas) if delta.content)
     assert not any(thoughts[first_text:]), "first the thought, then the content"
-    assert chunk.usage == answer.usage
+    assert chunk.usage.total_tokens == answer.usage.total_tokens
+    assert chunk.usage.completion_tokens_details == details
     assert joined(entries).decode() == PARIS
 
 
@@ -358,6 +360,19 @@ def test_15_names_of_models_and_inline_thoughts() -> None:
         assert server.post(CHAT, {"messages": CAPITAL, **PLAIN}).status_code == 200
 
 
+def test_17_a_second_call_finds_its_prompt(client: openai.OpenAI) -> None:
+    question = [{"role": "user", "content": "The dog is big. " * 40 + "What is the capital of France?"}]
+    first, second = chat(client, question), chat(client, question)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 < second.usage.prompt_tokens_details.cached_tokens <= second.usage.prompt_tokens
+    assert second.choices == first.choices
+    more = [*question, {"role": "assistant", "content": first.choices[0].message.content}, *CAPITAL]
+    assert chat(client, more).usage.prompt_tokens_details.cached_tokens > 100, "the next turn goes on from there"
+    alone = chat(client, question, extra_body={"use_prefix_cache": False})
+    assert alone.usage.prompt_tokens_details.cached_tokens == 0
+    assert alone.choices == first.choices
+
+
 def test_18_a_client_that_closes_its_stream_leaves_no_rows(server: ServerProcess, client: openai.OpenAI) -> None:
     fields = {"temperature": 1.0, "top_p": 1, "max_tokens": 4000, "logit_bias": {"0": -100}, "n": 4}
     stream = chat(client, STORY, stream=True, extra_body={"stop_tokens": []}, **fields)
@@ -427,12 +442,11 @@ WITHOUT_REMARK: dict[str, Any] = {
 NAMED: dict[str, dict[str, Any]] = {
     "frobnicate": {"frobnicate": 1},
     "min_p, repetition_penalty": {"min_p": 0.1, "repetition_penalty": 1.1},
-    "assistant_name, global_penalty, state, system_name, user_name": {
+    "assistant_name, global_penalty, system_name, user_name": {
         "user_name": "a",
         "assistant_name": "b",
         "system_name": "c",
         "global_penalty": False,
-        "state": "x.pth",
     },
     "max_tokens": {"max_tokens": 3, "max_completion_tokens": 4},
     "reasoning_effort": {"reasoning_effort": "high", "enable_think": False},

@@ -143,7 +143,7 @@ def check_scores(text: str, scores: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_16_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, stream: bool, n: int) -> None:
     """Also of prompts that take several steps to read, and of choices that share one reading."""
-    prompts = [CHAT_PROMPT, "The cat is small."]
+    prompts = [CHAT_PROMPT, CHAT_PROMPT[:-5] + " cat"]  # they begin alike
     parts = complete(client, prompts, n=n, echo=True, logprobs=3, max_tokens=4, stream=stream)
     parts = list(parts) if stream else [parts]
     for index in range(2 * n):

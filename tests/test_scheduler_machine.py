@@ -6,13 +6,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from scheduler_fakes import END, NAN, STOP, World, parts
+from scheduler_fakes import CUT, END, NAN, STOP, Seen, World, parts
 
+from rwkv_lightning.core import sharing
+from rwkv_lightning.core.cache.keys import SessionKey
+from rwkv_lightning.core.cache.sessions import Deletion
 from rwkv_lightning.core.request import FinishReason
 from rwkv_lightning.core.scheduler import Sequence, Step
 
 PROMPTS = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(tuple)
-DRAWS = st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 6, END, STOP, NAN]), min_size=1, max_size=16)
+DRAWS = st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 6, END, STOP, CUT, NAN]), min_size=1, max_size=16)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -24,37 +27,78 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 6),
         quantum=st.integers(1, 5),
         swaps=st.integers(1, 3),
+        l1=st.integers(0, 3),
+        l2=st.sampled_from([0, 1, 2, 1000]),
     )
-    def begin(self, slots: int, budget: int, chunk: int, quantum: int, swaps: int) -> None:
+    def begin(self, slots: int, budget: int, chunk: int, quantum: int, swaps: int, l1: int, l2: int) -> None:
         options = {"prefill_budget": budget, "chunk": chunk, "quantum": quantum, "swaps_per_step": swaps}
-        self.world = World(slots, **options)
+        self.world = World(slots, l1, l2, **options)
         self.quantum = quantum
         self.names: list[str] = []
         self.most_rows = 0
 
     @rule(
-        distinct=st.lists(PROMPTS, min_size=1, max_size=3),
+        stems=st.lists(st.sampled_from([(), (4, 4), (4, 4, 2, 2, 3)]), min_size=1, max_size=3),
+        ends=st.lists(PROMPTS, min_size=1, max_size=3),
         pattern=st.lists(st.integers(0, 2), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
         chunk_size=st.integers(1, 4),
         start=st.sampled_from([None, (8, 9)]),
         with_cached=st.booleans(),
+        captures=st.sets(st.integers(1, 12)),
     )
     def add(
         self,
-        distinct: list[tuple[int, ...]],
+        stems: list[tuple[int, ...]],
+        ends: list[tuple[int, ...]],
         pattern: list[int],
         max_tokens: int,
         chunk_size: int,
         start: tuple[int, ...] | None,
         with_cached: bool,
+        captures: set[int],
     ) -> None:
-        prompts = [distinct[index % len(distinct)] for index in pattern]
+        prompts = [stems[index % len(stems)] + ends[index % len(ends)] for index in pattern]
         cached = [min(2, len(prompt) - 1) if start and with_cached else 0 for prompt in prompts]
-        name = f"r{len(self.names)}"
-        self.names.append(name)
-        rows = [parts(start, count) for count in cached]
-        self.world.add(name, prompts, max_tokens, rows, chunk_size)
+        wanted = [sorted(p for p in captures if cached[i] < p <= len(prompt)) for i, prompt in enumerate(prompts)]
+        rows = [parts(start, count, captures=marks) for count, marks in zip(cached, wanted, strict=True)]
+        self.world.add(self.new_name(), prompts, max_tokens, rows, chunk_size)
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=2), rows=st.integers(1, 5), max_tokens=st.integers(1, 6))
+    def add_known(self, prompts: list[tuple[int, ...]], rows: int, max_tokens: int) -> None:
+        """Rows whose whole prompts are cached, logits included: they need no forward for their first token."""
+        chosen = [prompts[row % len(prompts)] for row in range(rows)]
+        states = {prompt: Seen(prompt) for prompt in prompts}
+        known = [parts(states[prompt], len(prompt), logits=states[prompt]) for prompt in chosen]
+        self.world.add(self.new_name(), chosen, max_tokens, known)
+
+    @rule(session=st.sampled_from("abc"), prompt=PROMPTS, max_tokens=st.integers(1, 8))
+    def add_turn(self, session: str, prompt: tuple[int, ...], max_tokens: int) -> None:
+        if not any(target.key == SessionKey(session) for target in self.world.targets.values()):
+            self.world.add_turn(self.new_name(), session, prompt, max_tokens)
+
+    @rule(session=st.sampled_from("abc"))
+    def delete(self, session: str) -> None:
+        self.world.cache.delete(Deletion(session))
+        self.world.sessions.pop(SessionKey(session), None)
+        assert self.world.cache.find(SessionKey(session)) is None
+
+    @rule(session=st.sampled_from("abc"), in_a_step=st.booleans(), draws=DRAWS)
+    def copy_out(self, session: str, in_a_step: bool, draws: list[int]) -> None:
+        """As the writer does, at any moment: also while a step is planned that overwrites the state's slot."""
+        step = self.world.plan() if in_a_step else None
+        kept = self.world.cache.find(SessionKey(session))
+        if kept is not None:
+            record = self.world.cache.record_of(kept)
+            assert record is not None
+            assert tuple(record.snapshot) + record.tail == self.world.sessions[SessionKey(session)]  # type: ignore[arg-type]
+            self.world.cache.close(kept)
+        if step is not None:
+            self.world.update(step, self.world.run(step, picker(draws)))
+
+    def new_name(self) -> str:
+        self.names.append(f"r{len(self.names)}")
+        return self.names[-1]
 
     @rule(draws=DRAWS, times=st.integers(1, 6))
     def turns(self, draws: list[int], times: int) -> None:
@@ -99,8 +143,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check_integrity()
         unfinished = len(self.world.drawn) - len(self.world.ends)
         assert scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped == unfinished
-        assert scheduler.slots_used == scheduler.num_running <= scheduler.slots_total
+        assert scheduler.slots_used - len(self.world.cache.slots) == scheduler.num_running <= scheduler.slots_total
         assert scheduler.idle == (unfinished == 0)
+
+    @invariant()
+    def sessions_are_as_their_last_turns_left_them(self) -> None:
+        self.world.check_sessions()
+        tier = self.world.cache.host.tier
+        assert tier.nbytes <= tier.budget
 
     def _nobody_waits_too_long(self) -> None:
         """Every unfinished request is fed again before all others have had a quantum each, and a little."""
@@ -121,7 +171,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         world.drain(left + 1)
         assert world.ends.keys() == world.drawn.keys()
-        assert world.ledger.free == world.ledger.total
+        assert world.ledger.free + len(world.cache.slots) == world.ledger.total
+        assert not world.cache.slots.leaving()
+        assert len(world.cache.turns) == 0
+        assert all(kept.users == 0 for kept in world.cache.current())
+        for key, row in world.runner.captured.items():
+            assert row == sorted(set(row)), f"{key} was captured out of order, or twice"
 
 
 def picker(draws: list[int]):  # type: ignore[no-untyped-def]
@@ -131,15 +186,23 @@ def picker(draws: list[int]):  # type: ignore[no-untyped-def]
 
 def rows_of(step: Step, carried_out: bool) -> set[Sequence]:
     rows = {chunk.sequence for chunk in step.chunks} | {row for row, _ in step.samples}
+    rows |= set(step.forked)
     if not carried_out:
         rows |= {row for row, _ in step.saves}
-    return rows | {follower for row in rows for follower in row.followers}
+    waiting = list(rows)
+    while waiting:
+        followers = waiting.pop().followers
+        rows |= set(followers)
+        waiting += followers
+    return rows
 
 
 def drive(examples: int, steps: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     profile = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks)
-    run_state_machine_as_test(SchedulerMachine, settings=profile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "LEAST_SHARED", 2)  # short prompts share their beginnings too
+        run_state_machine_as_test(SchedulerMachine, settings=profile)
 
 
 def test_whatever_happens() -> None:

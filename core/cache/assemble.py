@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rwkv_lightning.core.cache.record import Expected
 from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.checkpoint import fingerprint
 from rwkv_lightning.core.errors import StoreError
-from rwkv_lightning.core.slots import SlotPool
+from rwkv_lightning.core.slots import SlotPool, Snapshot
 from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.core.text.output import decode_text
 
@@ -42,12 +42,22 @@ def open_states(
     def text_of(tokens: Iterable[int]) -> str:
         return decode_text(vocabulary.token_bytes, list(tokens))
 
-    on_device = not model.device.startswith("cpu")
-    sessions = StateCache(
-        cache_config(settings, slots.count), expected, open_store(settings, host), slots.export, text_of, pin=on_device
-    )
     initial = InitialStates(model.config, slots.wkv.dtype, settings.state_dir, settings.initial_state)
-    return ModelStates(sessions, initial, settings.prefill_chunk)
+    store, failure = open_store(settings, host)
+    cache = StateCache(cache_config(settings, slots.count), expected, store, exporter(model, slots), text_of)
+    return ModelStates(cache, initial, settings.prefill_chunk, failure)
+
+
+def exporter(model: Model, slots: SlotPool) -> Callable[[int], Snapshot]:
+    """Copies a slot to host memory, page-locked where there is a device, so that copies run beside its work."""
+    if model.device.startswith("cpu"):
+        return slots.export
+
+    def export(slot: int) -> Snapshot:
+        snapshot = slots.export(slot)
+        return Snapshot(snapshot.shift.pin_memory(), snapshot.wkv.pin_memory())
+
+    return export
 
 
 def cache_config(settings: Settings, slots: int) -> CacheConfig:
@@ -61,14 +71,17 @@ def cache_config(settings: Settings, slots: int) -> CacheConfig:
     )
 
 
-def open_store(settings: Settings, host: PluginHost) -> StateStore | None:
-    """The store that the settings name, or None; one that cannot be used is left out, and the log says what to do."""
+def open_store(settings: Settings, host: PluginHost) -> tuple[StateStore | None, StoreError | None]:
+    """The store that the settings name; one that cannot be used is left out, and the log says what to do.
+
+    Raises StartError when another server uses it.
+    """
     if settings.state_store == NO_STORE:
-        return None
+        return None, None
     store = host.create_store(settings.state_store)
     try:
         store.open(settings.state_db)
     except StoreError as error:
-        log.error("the state store cannot be used, so sessions are lost at a restart: %s", error)
-        return None
-    return store
+        log.error("the state store cannot be used, so sessions are in RAM only and lost at a restart: %s", error)
+        return None, error
+    return store, None

@@ -1,37 +1,51 @@
 """`StateCache`: the cache hierarchy of one model. L1 are slots of the running pool, L2 host memory, L3 a store.
 
-Three threads meet here: the event loop opens, lists and deletes; the engine thread keeps finished states, gives up
-slots and looks prefixes up; the writer thread copies states out of their slots and stores them. A state lives in
-exactly one `Kept`, whose place changes under this object's lock; its numbers are never changed by anybody.
+Three kinds of threads meet here. The engine thread keeps finished states, gives up slots and looks prefixes up; the
+writer thread copies states out of their slots and stores them; the event loop and its worker threads open, list,
+import and delete (front.py). What keeps them apart:
+
+- `lock` guards where every state is: the shelves, the fields of a `Kept` that say so, the running turns, the loads
+  under way. It is held for moments, at most for the copy of one slot that the coming step overwrites, and never while
+  somebody waits for the store. The shelves have no locks of their own; `MemoryTier`, the writer's queue and the watch
+  have, and call nobody while they hold them.
+- `storing` is held while the writer has states on their way to the store, and while somebody deletes, so that a
+  deleted state cannot arrive afterwards. Whoever takes both takes `storing` first.
+- A slot is copied outside the lock (`Kept.copying`): it is not given away meanwhile, and no step writes to a slot
+  that the cache holds. A state's numbers are never changed by anybody.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock, RLock
+from typing import TYPE_CHECKING
 
+from rwkv_lightning.core.cache.final import final_state
 from rwkv_lightning.core.cache.kept import Kept, SessionTarget
-from rwkv_lightning.core.cache.keys import SessionKey
-from rwkv_lightning.core.cache.leases import Leases
-from rwkv_lightning.core.cache.record import Expected, StateHeader, StateRecord
-from rwkv_lightning.core.cache.sessions import BranchNumbers, Deletion, Level, Listing, Place, Turns, listing
+from rwkv_lightning.core.cache.keys import SessionKey, is_prefix_key
+from rwkv_lightning.core.cache.memory import HostShelf
+from rwkv_lightning.core.cache.record import Expected, StateRecord
+from rwkv_lightning.core.cache.sessions import Deletion, Level, Place, Turns
+from rwkv_lightning.core.cache.shelf import SlotShelf
 from rwkv_lightning.core.cache.tiers import MemoryTier
+from rwkv_lightning.core.cache.watch import StoreWatch
 from rwkv_lightning.core.cache.writer import Writer
-from rwkv_lightning.core.errors import NotFound, StateError, StateExists, StateUnavailable, StoreError
-from rwkv_lightning.core.interfaces import StateInfo, StateStore, StoredState
+from rwkv_lightning.core.errors import StateError
+from rwkv_lightning.core.interfaces import StateStore, StoredState
+from rwkv_lightning.core.slots import Snapshot
 
 if TYPE_CHECKING:
+    from rwkv_lightning.core.cache.final import Final
     from rwkv_lightning.core.ledger import SlotLedger
-    from rwkv_lightning.core.sequence import Sequence
+    from rwkv_lightning.core.sequence import Sequence as Row
 
 log = logging.getLogger(__name__)
 
-Export = Callable[[int], Any]
+Export = Callable[[int], Snapshot]
+LEAST_SPARE = 256 << 20  # bytes for states on their way to L3, however small L2 is
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,7 @@ class CacheConfig:
 
     Args:
         l1_slots: most slots that finished states may keep.
-        l2_bytes: host memory for states.
+        l2_bytes: host memory for states. As much again, and 256 MiB at least, may hold what L3 lacks yet.
         l3_bytes: what the store may use.
         flush_interval: seconds after which an answered turn is in L3.
         sync: an answer waits until its turn is in L3.
@@ -55,15 +69,22 @@ class CacheConfig:
     waiting_turns: int = 16
 
 
+@dataclass(eq=False, slots=True)
+class Loading:
+    """A record on its way from L3. Void once its key was deleted, or something newer kept under it."""
+
+    key: SessionKey
+    void: bool = False
+
+
 class StateCache:
-    """Sessions and branches over the three tiers.
+    """Kept states over the three tiers.
 
     Args:
         expected: what a stored record must be to be used with this model.
         store: L3, open; None to go without.
         export: copies a slot to host memory (`SlotStates.export`).
         text_of: the text of generated tokens, for people.
-        pin: host memory is page-locked, for a device.
     """
 
     def __init__(
@@ -73,322 +94,249 @@ class StateCache:
         store: StateStore | None,
         export: Export,
         text_of: Callable[[Iterable[int]], str],
-        *,
-        pin: bool = False,
     ) -> None:
         self.config = config
-        self.leases = Leases(config.waiting_turns)
-        self.turns = Turns()
-        self.memory = MemoryTier(config.l2_bytes, pin=pin)
-        self.branches = BranchNumbers(store.reserve_branches if store else None)
-        self.writer = Writer(store, config.flush_interval, config.l3_bytes) if store else None
-        self.store = store
         self.expected = expected
+        self.store = store
+        self.lock = RLock()
+        self.storing = Lock()
+        self.watch = StoreWatch()
+        self.turns = Turns(self.lock)
+        self.slots = SlotShelf(config.l1_slots)
+        spare = max(config.l2_bytes, LEAST_SPARE)
+        self.host = HostShelf(MemoryTier(config.l2_bytes), spare, self._press, self._prefix_fell_out)
         self.refused: Counter[str] = Counter()  # records that were not loaded, by error code
         self.resumed: Counter[Level] = Counter()  # turns that went on from each level
+        self.on_prefix_out: Callable[[str], None] = lambda key: None  # L2 has lost a prefix
+        self.on_stored_prefix_out: Callable[[str], None] = lambda key: None  # L3 has lost a prefix
         self._export = export
         self._text_of = text_of
-        self._lock = RLock()
-        self._resident: OrderedDict[str, Kept] = OrderedDict()  # L1, the least recently used first
-        self._unwanted: list[Kept] = []  # hold slots that the next newcomer may have
-        self._leaving: list[Kept] = []  # their slots are overwritten in the coming step
-        self._unstored: dict[str, Kept] = {}  # L3 lacks them: they stay in RAM whatever the budget says
+        self._loading: set[Loading] = set()
+        self.writer = self._new_writer(store) if store is not None else None
+
+    def _new_writer(self, store: StateStore) -> Writer:
+        config = self.config
+        return Writer(store, self.watch, self.storing, config.flush_interval, config.l3_bytes, self._evicted)
 
     # --- the engine thread ---
 
-    def keep(self, sequence: Sequence, ledger: SlotLedger) -> bool:
+    def keep(self, row: Row, ledger: SlotLedger) -> bool:
         """Keep a finished row's state where its request wants it; True when the row's slot went with it."""
-        target = sequence.request.target
+        target = row.request.target
         if not isinstance(target, SessionTarget):
             return False
-        final = final_state(sequence, target, self.expected.fingerprint, self._text_of)
-        return bool(self.turns.commit(target.turn, lambda: self._install(final, sequence.slot, ledger)))
+        final = final_state(row, target, self.expected.fingerprint, self._text_of)
+        return bool(self.turns.commit(target.turn, lambda: self._install(final, target, row.slot, ledger)))
 
-    def _install(self, final: Final, slot: int | None, ledger: SlotLedger) -> bool:
+    def _install(self, final: Final, target: SessionTarget, slot: int | None, ledger: SlotLedger) -> bool:
         kept = final.kept
-        with self._lock:
-            self._replace(kept)
-            if final.snapshot is not None:
-                self._remember(kept, final.snapshot)
-            elif slot is not None:
-                kept.slot = slot
-                ledger.transfer(slot, kept)
-                self._resident[str(kept.key)] = kept
-                self._trim()
-        self._write(kept)
+        self._replace(kept)
+        if final.snapshot is not None:
+            kept.copy = final.snapshot
+            self.host.put(kept)
+        elif slot is not None:
+            ledger.transfer(slot, kept)
+            self.slots.put(kept, slot)
+        if self.writer is not None:
+            target.turn.written = self.writer.put(StateWrite(self, kept), hurry=self.config.sync)
         return kept.slot is not None
 
-    def _trim(self) -> None:
-        """Over the L1 budget the least recently used leaves, as soon as somebody needs its slot."""
-        while len(self._resident) > self.config.l1_slots:
-            _, kept = self._resident.popitem(last=False)
-            self._unwanted.append(kept)
-
     def reclaim(self) -> int | None:
-        """Give up a slot: an unwanted one, else the least recently used; a state that is needed moves to L2."""
-        with self._lock:
-            for kept in [*self._unwanted, *self._resident.values()]:
-                if not kept.busy:
-                    return self._give_up(kept)
-            return None
-
-    def _give_up(self, kept: Kept) -> int | None:
-        if kept in self._unwanted:
-            self._unwanted.remove(kept)
-        else:
-            del self._resident[str(kept.key)]
-        slot = kept.slot
-        if kept.record is None and (kept.current or kept.users):
-            self._leaving.append(kept)
-        else:
-            kept.slot = None
-        return slot
+        """Give up a slot. A state that somebody needs and that is nowhere else is copied before the coming step."""
+        with self.lock:
+            kept = self.slots.next_out()
+            if kept is None:
+                return None
+            slot = self.slots.give_up(kept, wanted=kept.copy is None and (kept.current or kept.users > 0))
+            if kept.copy is not None and kept.current:
+                self.host.ensure(kept)
+            return slot
 
     def move_out(self) -> None:
         """Copy the states whose slots the coming step overwrites; call after `schedule` and before the step runs."""
-        with self._lock:
-            for kept in self._leaving:
+        with self.lock:
+            for kept in self.slots.leaving():
                 self._leave(kept)
-            self._leaving.clear()
 
     def _leave(self, kept: Kept) -> None:
-        assert kept.slot is not None
-        self._remember(kept, self._export(kept.slot))
-        kept.slot = None
+        """Copy a leaving state, if somebody still wants it. Where memory is short it is lost, never wrong."""
+        slot = self.slots.leave(kept)
+        if slot is None or not (kept.current or kept.users):
+            return
+        try:
+            kept.copy = self._export(slot)
+        except (MemoryError, RuntimeError):
+            log.exception("a state could not be copied to host memory")
+            self.host.lose(kept)
+            return
+        if kept.current:
+            self.host.put(kept)
 
-    @property
-    def slots_held(self) -> int:
-        """Slots of the pool that hold finished states."""
-        with self._lock:
-            return len(self._resident) + len(self._unwanted)
-
-    # --- the writer thread ---
+    # --- the writer thread, and who exports ---
 
     def stored_form(self, kept: Kept) -> StoredState | None:
         """A state's record as the store takes it; None when a newer one has taken its place."""
-        with self._lock:
-            if not kept.current:
+        record = self.record_of(kept, wanted=lambda: kept.current)
+        return None if record is None else record.to_stored()
+
+    def record_of(self, kept: Kept, wanted: Callable[[], bool] = lambda: True) -> StateRecord | None:
+        """A state's record, copied out of its slot if need be; None when it is not wanted. Blocks; raises StateLost."""
+        with self.lock:
+            if not wanted():
                 return None
-        return self._record_of(kept).to_stored()
+            self._leave(kept)
+            if kept.copy is not None or kept.slot is None:
+                snapshot = kept.snapshot
+                slot = None
+            else:
+                kept.copying += 1
+                slot = kept.slot
+        return kept.record(snapshot if slot is None else self._copy_out(kept, slot))
 
-    def _record_of(self, kept: Kept) -> StateRecord:
-        """A state's copy in host memory, made if need be. Called in a worker thread."""
-        with self._lock:
-            if kept in self._leaving:  # the step that overwrites its slot waits for this lock
-                self._leaving.remove(kept)
-                self._leave(kept)
-            kept.busy = kept.record is None
-            record = kept.record
-        return record or self._copy_out(kept)
-
-    def _copy_out(self, kept: Kept) -> StateRecord:
-        """Copy a state out of its slot, beside the steps: a busy slot is not given away, a kept one not written."""
-        assert kept.slot is not None
+    def _copy_out(self, kept: Kept, slot: int) -> Snapshot:
+        """Copy a state out of its slot, beside the steps; L2 has it then as well, while it is current."""
         try:
-            snapshot = self._export(kept.slot)
-            with self._lock:
-                return self._remember(kept, snapshot)
+            snapshot = self._export(slot)
+            with self.lock:
+                if kept.copy is None and kept.current:
+                    kept.copy = snapshot
+                    self.host.put(kept)
+            return snapshot
         finally:
-            kept.busy = False
+            with self.lock:
+                kept.copying -= 1
 
     def was_stored(self, kept: Kept) -> None:
-        with self._lock:
-            kept.stored = True
-            self._unpin(kept)
+        """L3 has a state."""
+        with self.lock:
+            self.host.release(kept)
 
     def was_not_stored(self, kept: Kept) -> bool:
-        """The store fails: RAM has room for so much only, and what has no place there is lost. True to try again."""
-        with self._lock:
-            held = kept.slot is not None or str(kept.key) in self.memory
-            if not held:
-                self._unpin(kept)
-            return kept.current and held
+        """L3 refused a state; whether it is still there to be tried again."""
+        with self.lock:
+            return kept.current and self.host.give_up(kept)
 
-    def _unpin(self, kept: Kept) -> None:
-        if self._unstored.get(str(kept.key)) is kept:
-            del self._unstored[str(kept.key)]
+    def _evicted(self, keys: Sequence[str]) -> None:
+        for key in filter(is_prefix_key, keys):
+            self.on_stored_prefix_out(key)
 
-    # --- the event loop ---
+    def _prefix_fell_out(self, key: str) -> None:
+        self.on_prefix_out(key)
 
-    async def open(self, key: SessionKey) -> Kept | None:
-        """The state kept under a key, from the fastest tier that has it; in use until `close`.
+    def _press(self) -> None:
+        if self.writer is not None:
+            self.writer.hurry()
 
-        Raises StateError when L3 has a record that cannot be used, StateUnavailable when it cannot be asked.
-        """
-        with self._lock:
-            kept = self._find(str(key))
+    # --- the event loop and its workers ---
+
+    def find(self, key: SessionKey) -> Kept | None:
+        """The state kept under a key, if it is in L1 or L2; in use until `close`. Raises StateLost."""
+        with self.lock:
+            kept = self.slots.find(str(key)) or self._in_memory(str(key))
             if kept is not None:
                 kept.users += 1
-                self.resumed[Level.L2 if kept.slot is None else Level.L1] += 1
-                return kept
-        record = await self._load(key)
-        if record is None:
-            return None
-        kept = Kept.of(record)
-        kept.users = 1
-        self.memory.put(record)
-        self.resumed[Level.L3] += 1
-        return kept
-
-    def close(self, kept: Kept | None) -> None:
-        """The turn that went on from a state has ended."""
-        if kept is not None:
-            with self._lock:
-                kept.users -= 1
-
-    def _find(self, key: str) -> Kept | None:
-        kept = self._resident.get(key)
-        if kept is not None:
-            self._resident.move_to_end(key)
             return kept
-        for waiting in (*self._unwanted, *self._leaving):  # left L1, and is still in its slot
-            if waiting.current and str(waiting.key) == key:
-                return waiting
-        if key in self._unstored:
-            return self._unstored[key]
-        record = self.memory.get(key)
-        return None if record is None else Kept.of(record)
 
-    async def _load(self, key: SessionKey) -> StateRecord | None:
-        if self.store is None:
-            return None
-        expected = replace(self.expected, key=str(key), initial=key.initial)
+    def _in_memory(self, key: str) -> Kept | None:
         try:
-            data = await asyncio.to_thread(self.store.get, str(key))
-            return None if data is None else await asyncio.to_thread(StateRecord.from_bytes, data, expected)
+            return self.host.find(key)
         except StateError as error:
             self.refused[error.code] += 1
-            log.error("%s", error.message)
             raise
-        except StoreError as error:
-            raise unavailable(error) from error
 
-    async def export_bytes(self, key: SessionKey) -> bytes:
-        """The record of a key, in its stored form. Raises NotFound, StateError, StateUnavailable."""
-        kept = await self.open(key)
-        if kept is None:
-            raise NotFound(f"there is no session {key.shown!r}", param="session_id")
-        try:
-            return await asyncio.to_thread(lambda: self._record_of(kept).to_bytes())
-        finally:
-            self.close(kept)
+    def close(self, kept: Kept) -> None:
+        """A turn that went on from a state has ended."""
+        with self.lock:
+            kept.users -= 1
+            if not kept.users and not kept.current:
+                kept.copy = None
 
-    async def import_bytes(self, data: bytes, key: SessionKey | None, *, replace: bool) -> Kept:
-        """Keep an exported record, under its own key or another.
+    def begin_loading(self, key: SessionKey) -> Loading:
+        """A record is about to be read from L3."""
+        with self.lock:
+            loading = Loading(key)
+            self._loading.add(loading)
+            return loading
 
-        Raises StateError for a record that cannot be used here, StateExists where one of that key may not be replaced.
-        """
-        record = await asyncio.to_thread(StateRecord.from_bytes, data, self.expected)
-        own = SessionKey.parse(record.key)
-        key = SessionKey(key.session, key.branch, own.initial) if key else own
-        async with self.leases.hold(str(key)):
-            earlier = await self.open(key)
-            self.close(earlier)
-            if earlier is not None and not replace:
-                raise StateExists(f"session {key.shown!r} exists; import with replace=true to replace it")
-            if key.branch and self.store is not None:
-                await asyncio.to_thread(self.store.reserve_branches, key.session, 1, key.branch)
-            return self._keep_record(record.renamed(str(key)))
+    def cancel_loading(self, loading: Loading) -> None:
+        """Nothing was read."""
+        with self.lock:
+            self._loading.discard(loading)
 
-    def _keep_record(self, record: StateRecord) -> Kept:
+    def end_loading(self, loading: Loading, record: StateRecord | None) -> Kept | None:
+        """What was read, in use until `close`; or what was kept under its key meanwhile, which is newer."""
+        with self.lock:
+            self._loading.discard(loading)
+            found = self.find(loading.key)
+            if found is not None or record is None:
+                return found
+            kept = Kept.of(record)
+            kept.users = 1
+            if not loading.void:
+                kept.current = True
+                self.host.put(kept)
+            return kept
+
+    def adopt(self, record: StateRecord) -> Kept:
+        """Keep a record that was imported, in place of what is under its key."""
         kept = Kept.of(record)
-        with self._lock:
+        with self.lock:
             self._replace(kept)
-            self.memory.put(record)
-        self._write(kept)
+            self.host.put(kept)
+            if self.writer is not None:
+                self.writer.put(StateWrite(self, kept))
         return kept
 
-    async def family(self, session: str) -> list[StateInfo | StateHeader]:
-        """What is known of a session and its branches. Raises StateUnavailable."""
-        try:
-            infos = await asyncio.to_thread(self.store.family, session) if self.store else []
-        except StoreError as error:
-            raise unavailable(error) from error
-        found: dict[str, StateInfo | StateHeader] = {info.key: info for info in infos}
-        with self._lock:
-            kept = [*self._resident.values(), *self._unstored.values()]
-            headers = [*self.memory.sessions(), *(k.header for k in kept if k.key.session == session)]
-        found |= {h.key: h for h in headers if SessionKey.parse(h.key).session == session}
-        return list(found.values())
+    def delete(self, deletion: Deletion) -> bool:
+        """Delete from every tier and void the turns that run; whether there was anything (`Deletion.found`).
 
-    async def durable(self, key: SessionKey) -> None:
-        """With --state-durability sync: wait until what is kept under a key is in L3. Raises StateUnavailable."""
-        with self._lock:
-            kept = self._unstored.get(str(key))
-        if kept is None or kept.written is None or self.writer is None or not self.config.sync:
-            return
-        self.writer.hurry()
-        try:
-            await asyncio.shield(asyncio.wrap_future(kept.written))
-        except StoreError as error:
-            raise unavailable(error) from error
-
-    async def delete(self, deletion: Deletion) -> bool:
-        """Delete from every tier and void the turns that run; whether there was anything (`Deletion.found`)."""
-        voided = self.turns.void(deletion)
-        gone = self._drop(deletion)
-        if self.store is not None:
-            try:
-                gone += await asyncio.to_thread(deletion.apply, self.store)
-            except StoreError as error:
-                raise unavailable(error) from error
+        Blocks. Raises StoreError where L3 cannot delete; then nothing is deleted anywhere.
+        """
+        with self.storing:
+            gone = [] if self.store is None else self.watch.run(deletion.apply, self.store)
+            with self.lock:
+                voided = self.turns.void(deletion)
+                gone += self._drop(deletion)
         return deletion.found(gone, voided)
 
     def _drop(self, deletion: Deletion) -> list[SessionKey]:
-        with self._lock:
-            gone = list({place.key for place in self._places() if deletion.covers(place.key)})
-            for key in gone:
-                self._displace(str(key))
-            return gone
+        for loading in self._loading:
+            loading.void = loading.void or deletion.covers(loading.key)
+        held = {kept.owner for kept in self.current()} | {SessionKey.parse(key) for key in self.host.lost}
+        gone = [owner for owner in held if deletion.covers(owner)]
+        for owner in gone:
+            self._displace(str(owner))
+        return gone
 
-    async def status(self, limit: int | None, offset: int) -> Listing:
-        """A page of all sessions and branches. Raises StateUnavailable."""
-        with self._lock:
-            places = self._places()
-        try:
-            return await asyncio.to_thread(listing, places, self.store, limit=limit, offset=offset)
-        except StoreError as error:
-            raise unavailable(error) from error
+    def current(self) -> Iterator[Kept]:
+        """Every current state in L1 and L2, those in both twice. Call with the lock."""
+        yield from self.slots.current()
+        yield from self.host.current()
 
-    def _places(self) -> list[Place]:
-        headers = self.memory.sessions()
-        in_slots = [*self._resident.values(), *(kept for kept in self._unwanted if kept.current)]
-        places = [Place(SessionKey.parse(header.key), Level.L2, header.created) for header in headers]
-        places += [Place(kept.key, Level.L2, kept.created) for kept in self._unstored.values()]
-        return places + [Place(kept.key, Level.L1, kept.created) for kept in in_slots]
+    def places(self) -> list[Place]:
+        """Where the states in L1 and L2 are, those in both twice."""
+        with self.lock:
+            in_slots = [Place(kept.owner, Level.L1, kept.created) for kept in self.slots.current()]
+            return in_slots + [Place(kept.owner, Level.L2, kept.created) for kept in self.host.current()]
 
-    # --- all of them ---
+    # --- all of them, with the lock ---
 
     def _replace(self, kept: Kept) -> None:
-        self._displace(str(kept.key))
+        self._displace(kept.key)
         kept.current = True
         if self.writer is not None:
-            self._unstored[str(kept.key)] = kept
+            self.host.expect(kept)
 
     def _displace(self, key: str) -> None:
         """What was kept under a key is out of date; turns that go on from it still can."""
-        for old in (self._resident.pop(key, None), self._unstored.pop(key, None)):
+        for loading in self._loading:
+            loading.void = loading.void or str(loading.key) == key
+        for old in (self.slots.find(key), self.host.displace(key)):
             if old is not None:
                 old.current = False
-                if old.slot is not None and old not in (*self._unwanted, *self._leaving):
-                    self._unwanted.append(old)
-        for old in (*self._unwanted, *self._leaving):
-            if str(old.key) == key:
-                old.current = False
-        self.memory.remove(key)
-
-    def _remember(self, kept: Kept, snapshot: Any) -> StateRecord:
-        """A state's copy in host memory: L2 where it is current, else only for the turns that use it."""
-        record = kept.take(snapshot)
-        for gone in self.memory.put(record) if kept.current else ():
-            resident = self._resident.get(gone.key)
-            if resident is not None:
-                resident.record = None  # its slot still has it
-        return record
-
-    def _write(self, kept: Kept) -> None:
-        if self.writer is not None:
-            kept.written = self.writer.put(StateWrite(self, kept))
+                self.slots.demote(old)
+                if not old.users:
+                    old.copy = None
 
     def shut_down(self) -> None:
         """Write what is not stored yet, then close the store."""
@@ -405,6 +353,10 @@ class StateWrite:
     cache: StateCache
     kept: Kept
 
+    @property
+    def key(self) -> str:
+        return self.kept.key
+
     def to_stored(self) -> StoredState | None:
         return self.cache.stored_form(self.kept)
 
@@ -413,47 +365,3 @@ class StateWrite:
 
     def failed(self) -> bool:
         return self.cache.was_not_stored(self.kept)
-
-
-class Final(NamedTuple):
-    """What a finished row leaves: its state is in `snapshot`, or where that is None in its slot."""
-
-    kept: Kept
-    snapshot: Any
-
-
-def final_state(
-    sequence: Sequence, target: SessionTarget, model: str, text_of: Callable[[Iterable[int]], str]
-) -> Final:
-    """The state that covers the prompt and the tokens of the returned text (native_api.md, "Stored states").
-
-    The slot has seen all generated tokens but the last. Where a stop text or a cut character lies behind the covered
-    ones, the row's backup from before them serves. Covered tokens that the state has not seen become its tail.
-    """
-    covered = sequence.output.covered
-    seen, snapshot = len(sequence.generated) - 1, None
-    if sequence.slot is None:  # it ended on its first token, and never needed a slot
-        snapshot = sequence.snapshot
-    elif seen > covered:
-        assert sequence.backup is not None, "a row whose text may stop early has a backup"
-        assert sequence.backup.seen <= covered, "a row's backup comes before its stop"
-        seen, snapshot = sequence.backup
-    answer = sequence.generated[:covered]
-    base = target.base
-    news = (*sequence.prompt[len(base.tail) if base else 0 :], *answer)
-    kept = Kept(
-        key=target.key,
-        model=model,
-        parent=str(base.key) if base else "",
-        base=base.header if base else None,
-        news=news,
-        tail=tuple(answer[seen:]),
-        text=text_of(answer),
-    )
-    return Final(kept, snapshot)
-
-
-def unavailable(error: StoreError) -> StateUnavailable:
-    return StateUnavailable(
-        "the state store cannot be used at the moment; sessions that are in memory go on", retry_after=5.0
-    )

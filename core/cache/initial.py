@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import pickle
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import ModelConfig
 
 SUFFIX = ".att.time_state"
+MOST_LOADED = 32  # state files kept in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,13 @@ class InitialStates:
         self._config = config
         self._dtype = dtype
         self._folder = folder.resolve() if folder else None
-        self._loaded: dict[Path, tuple[int, InitialState]] = {}
+        self._loaded: OrderedDict[Path, tuple[int, InitialState]] = OrderedDict()  # the least recently used first
+        self._lock = Lock()
         self.default = InitialState() if default is None else self._load(default)
+
+    async def find(self, name: str) -> InitialState:
+        """`named`, read beside the event loop."""
+        return await asyncio.to_thread(self.named, name)
 
     def named(self, name: str) -> InitialState:
         """The file of this name in the folder. Raises InvalidField; nothing outside the folder is ever opened."""
@@ -68,17 +77,27 @@ class InitialStates:
         """Raises CheckpointError naming what is wrong with the file."""
         try:
             changed = path.stat().st_mtime_ns
-            if path in self._loaded and self._loaded[path][0] == changed:
-                return self._loaded[path][1]
+            with self._lock:
+                if path in self._loaded and self._loaded[path][0] == changed:
+                    self._loaded.move_to_end(path)
+                    return self._loaded[path][1]
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"state file {path.name} cannot be read ({type(error).__name__})") from None
         state = self._from_tensors(path.name, tensors)
-        self._loaded[path] = changed, state
+        with self._lock:
+            self._loaded[path] = changed, state
+            if len(self._loaded) > MOST_LOADED:
+                self._loaded.popitem(last=False)
         return state
 
     def _from_tensors(self, name: str, tensors: object) -> InitialState:
-        """`blocks.N.att.time_state` [H, N, N] of every layer; the file's rows are keys, as in core/slots.py."""
+        """`blocks.N.att.time_state` [H, N, N] of every layer.
+
+        State tuning of RWKV-7 trains the matrix as its recurrence holds it, S = S diag(w) + S a b^T + v k^T, so the
+        file's rows are values and its columns keys (for RWKV-5 and 6 it was the other way round). Slots are
+        key-major: every head's matrix is transposed.
+        """
         config = self._config
         shape = (config.n_head, config.head_size, config.head_size)
         keys = [f"blocks.{layer}{SUFFIX}" for layer in range(config.n_layer)]
@@ -90,4 +109,4 @@ class InitialStates:
         wkv = torch.stack([found[key].float() for key in keys])
         digest = hashlib.blake2b(wkv.numpy().tobytes(), digest_size=8).hexdigest()
         shift = torch.zeros(config.n_layer, 2, config.n_embd)
-        return InitialState(digest, Snapshot(shift, wkv.to(self._dtype)))
+        return InitialState(digest, Snapshot(shift, wkv.mT.contiguous().to(self._dtype)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rwkv_lightning.core.errors import InvalidField
 
 SEPARATOR = ":"
+BRANCH_DIGITS = 15  # that a client may name or bring; stores hold 64-bit numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,15 @@ def check_session_id(session: str) -> str:
     return session
 
 
+def parse_name(name: str, initial: str = "") -> SessionKey:
+    """`<session>` or `<session>:<number>`, as clients see and write it. Raises InvalidField."""
+    session, _, number = name.partition(SEPARATOR)
+    is_branch = number.isascii() and number.isdigit() and len(number) <= BRANCH_DIGITS and int(number) > 0
+    if SEPARATOR in name and not is_branch:
+        raise InvalidField(f"session_id: {name[:60]!r} is neither a session nor a branch", param="session_id")
+    return SessionKey(check_session_id(session), int(number or 0), initial)
+
+
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
@@ -70,9 +80,9 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def prefix_key(model: str, initial: str, token_hash: str) -> str:
-    """The key of a prefix: the same for the same model, beginning and tokens (`record.hash_tokens`)."""
-    parts = "\n".join((model, initial, token_hash)).encode()
+def prefix_key(model: str, initial: str, tokens: bytes) -> str:
+    """The key of a prefix: the same for the same model, beginning and tokens (`prefix.pack`)."""
+    parts = f"{model}\n{initial}\n".encode() + tokens
     return SEPARATOR + hashlib.blake2b(parts, digest_size=16).hexdigest()
 
 

@@ -7,17 +7,19 @@ after a restart. The engine thread looks up and inserts; a look-up never waits f
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from rwkv_lightning.core.cache.keys import SEPARATOR
+import torch
+
+from rwkv_lightning.core.cache.keys import prefix_key
 from rwkv_lightning.core.cache.prefix import PrefixTree, pack, unpack
-from rwkv_lightning.core.cache.record import Expected, StateHeader, StateRecord, hash_tokens
+from rwkv_lightning.core.cache.record import StateHeader, StateRecord, hash_tokens
 from rwkv_lightning.core.errors import StateError, StoreError
+from rwkv_lightning.core.slots import Snapshot
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.cache.hierarchy import StateCache
@@ -30,6 +32,9 @@ log = logging.getLogger(__name__)
 LEAST_CACHED = 16  # tokens; a shorter beginning is read again sooner than it is copied
 LEAST_STORED = 512  # tokens; a shorter one is read again sooner than it is loaded
 MOST_ROWS = 16  # rows of one request whose prompts' ends are kept; a big batch would only drive the rest out
+MOST_CHUNKS = 16  # chunk boundaries kept of one prompt, evenly spread over it
+MOST_ENDS = 8  # message ends kept of one prompt, the last ones
+MOST_KNOWN = 10_000  # prefixes of earlier runs that are known from the start, the last used ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +46,25 @@ class PrefixEntry:
     nbytes: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefixRecord:
     """A prefix in host memory; `StateRecord`'s form is made when it is stored, as hashing the tokens takes time."""
 
     key: str
-    snapshot: Any
-    logits: Any
-    header: None = field(default=None, init=False)
+    snapshot: Snapshot
+    logits: torch.Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return int(self.snapshot.nbytes + (0 if self.logits is None else self.logits.nbytes))
+        return self.snapshot.nbytes + (0 if self.logits is None else self.logits.nbytes)
 
 
 class Found(NamedTuple):
     """The first `length` tokens of a prompt need no forward; `logits` follow them when they are the whole prompt."""
 
     length: int
-    snapshot: Any
-    logits: Any
+    snapshot: Snapshot
+    logits: torch.Tensor | None
 
 
 class PrefixCache:
@@ -68,25 +72,31 @@ class PrefixCache:
 
     def __init__(self, cache: StateCache) -> None:
         self._cache = cache
-        self._memory = cache.memory
+        self._memory = cache.host.tier
         self._expected = cache.expected
         self._tree: PrefixTree[PrefixEntry] = PrefixTree()
         self._stored: set[str] = set()
         self.stats = self._tree.stats
+        cache.on_prefix_out = self._forget
+        cache.on_stored_prefix_out = self._forget_stored
         self._remember_stored()
 
     def _remember_stored(self) -> None:
         """Know the prefixes of an earlier run by their tokens; their states are read when they are needed."""
-        if self._cache.store is None:
+        store = self._cache.store
+        if store is None:
             return
         try:
-            known = self._cache.store.prefixes(self._expected.fingerprint)
-        except StoreError as error:
-            log.warning("the prefixes of earlier runs cannot be read: %s", error)
-            return
+            known = self._cache.watch.run(store.prefixes, self._expected.fingerprint, MOST_KNOWN)
+        except StoreError:
+            return  # the watch has told; prompts are read again
         for info, tokens in reversed(known):
             self._tree.insert(tokens, PrefixEntry(info.key, has_logits=False), initial=info.initial)
             self._stored.add(info.key)
+
+    def __len__(self) -> int:
+        """Prefixes known, in L2 or L3."""
+        return len(self._tree)
 
     # --- the event loop ---
 
@@ -100,97 +110,117 @@ class PrefixCache:
                 await self._load(hit.entry.key, prompt[: hit.length], initial)
 
     async def _load(self, key: str, tokens: Tokens, initial: str) -> None:
-        assert self._cache.store is not None
-        expected = replace(self._expected, key=key, initial=initial, token_hash=hash_tokens(tokens))
         try:
-            data = await asyncio.to_thread(self._cache.store.get, key)
-            if data is not None:
-                record = await asyncio.to_thread(StateRecord.from_bytes, data, expected)
-                if self._put(PrefixRecord(key, record.snapshot, record.logits)):
-                    self._tree.insert(tokens, PrefixEntry(key, record.logits is not None), initial=initial)
-                return
+            record = await asyncio.to_thread(self._read, key, tokens, initial)
         except (StateError, StoreError) as error:  # a prefix is only a short cut: it is read again
-            log.warning("a stored prefix cannot be used and is dropped: %s", error)
             if isinstance(error, StateError):
                 self._cache.refused[error.code] += 1
-        self._stored.discard(key)
-        self._tree.remove(key)
+                log.warning("a stored prefix cannot be used and is dropped: %s", error)
+            record = None
+        if record is None:
+            self._stored.discard(key)
+            self._tree.remove(key)
+            return
+        if self._put(PrefixRecord(key, record.snapshot, record.logits)):
+            self._tree.insert(tokens, PrefixEntry(key, record.logits is not None), initial=initial)
+
+    def _read(self, key: str, tokens: Tokens, initial: str) -> StateRecord | None:
+        """A prefix out of L3, checked. Blocks. Raises StateError, StoreError."""
+        store = self._cache.store
+        data = None if store is None else self._cache.watch.run(store.get, key)
+        expected = replace(self._expected, key=key, initial=initial, token_hash=hash_tokens(tokens))
+        return None if data is None else StateRecord.from_bytes(data, expected)
 
     # --- the engine thread ---
 
     def find(self, prompt: Tokens, initial: str) -> Found | None:
         """The longest beginning of the prompt that is in memory."""
-        packed = pack(prompt)
 
         def usable(length: int, entry: PrefixEntry) -> bool:
             return (length < len(prompt) or entry.has_logits) and entry.key in self._memory
 
-        hit = self._tree.longest(packed, initial=initial, usable=usable)
-        record: Any = self._memory.get(hit.entry.key) if hit is not None else None
-        if hit is None or record is None or (hit.length == len(prompt) and record.logits is None):
+        hit = self._tree.longest(pack(prompt), initial=initial, usable=usable)
+        if hit is None:
             return None
+        record = self._memory.get(hit.entry.key)
+        if not isinstance(record, PrefixRecord):  # it fell out this very moment
+            self._tree.reject(hit)
+            return None
+        if self._cache.writer is not None and hit.entry.key in self._stored:
+            self._cache.writer.touch(hit.entry.key)
         return Found(hit.length, record.snapshot, record.logits if hit.length == len(prompt) else None)
 
-    def captures(self, prompt: Tokens, found: int, rows: int, chunk: int, boundaries: Seq[int]) -> tuple[int, ...]:
-        """Where in a prompt states are to be kept: at every chunk, at the ends of messages, and at its own end."""
+    def captures(self, prompt: Tokens, found: int, rows: int, chunk: int, ends: Seq[int]) -> tuple[int, ...]:
+        """Where in a prompt states are to be kept: at chunk boundaries, at ends of messages, and at its own end."""
         if rows > MOST_ROWS or len(prompt) < LEAST_CACHED:
             return ()
-        wanted = {*range(chunk, len(prompt), chunk), *boundaries, len(prompt)}
+        spread = chunk * -(-len(prompt) // (chunk * MOST_CHUNKS))
+        wanted = {*range(spread, len(prompt), spread), *ends[-MOST_ENDS:], len(prompt)}
         return tuple(sorted(position for position in wanted if max(found, LEAST_CACHED - 1) < position <= len(prompt)))
 
     def put(self, capture: Capture, initial: str) -> None:
         """Keep a captured state."""
         tokens = pack(capture.sequence.prompt[: capture.position])
-        parts = f"{self._expected.fingerprint}\n{initial}\n".encode() + tokens
-        key = SEPARATOR + hashlib.blake2b(parts, digest_size=16).hexdigest()
-        record = PrefixRecord(key, capture.snapshot, capture.logits)
-        if not self._put(record):
+        key = prefix_key(self._expected.fingerprint, initial, tokens)
+        if not self._put(PrefixRecord(key, capture.snapshot, capture.logits)):
             return
-        gone = self._tree.insert(tokens, PrefixEntry(key, capture.logits is not None), initial=initial)
-        assert not gone, "the account of bytes is the memory tier's"
+        self._tree.insert(tokens, PrefixEntry(key, capture.logits is not None), initial=initial)
         if capture.position >= LEAST_STORED and self._cache.writer is not None:
-            self._cache.writer.put(PrefixWrite(self, record, tokens, initial))
+            self._cache.writer.put(PrefixWrite(self, key, tokens, initial))
 
     def _put(self, record: PrefixRecord) -> bool:
-        """Into L2; whether it had room there. What it drove out is forgotten, unless L3 has it."""
-        evicted = self._memory.put(record)  # type: ignore[arg-type]  # it needs a key, its bytes and the snapshot
-        for gone in evicted:
-            if gone.key not in self._stored:
-                self._tree.remove(gone.key)
-        return all(gone.key != record.key for gone in evicted)
+        """Into L2; whether it had room there. What it drives out is forgotten."""
+        with self._cache.lock:
+            return self._cache.host.put(record)
+
+    def _forget(self, key: str) -> None:
+        """L2 has lost a prefix."""
+        if key not in self._stored:
+            self._tree.remove(key)
 
     # --- the writer thread ---
 
+    def _forget_stored(self, key: str) -> None:
+        """L3 has lost a prefix."""
+        self._stored.discard(key)
+        if key not in self._memory:
+            self._tree.remove(key)
+
     def note_stored(self, key: str) -> None:
+        """L3 has a prefix."""
         self._stored.add(key)
 
-    def expected(self) -> Expected:
-        return self._expected
+    def stored_form(self, key: str, tokens: bytes, initial: str) -> StoredState | None:
+        """A prefix as the store takes it; None when it is in memory no more."""
+        record = self._memory.get(key)
+        if not isinstance(record, PrefixRecord):
+            return None
+        seen = unpack(tokens)
+        header = StateHeader(
+            model=self._expected.fingerprint,
+            initial=initial,
+            tokens=len(seen),
+            token_hash=hash_tokens(seen),
+            key=key,
+            created=time.time(),
+        )
+        return StateRecord(header, record.snapshot, (), record.logits).to_stored(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixWrite:
-    """A prefix on its way to L3."""
+    """A prefix on its way to L3. It does not hold the state, which may have left L2 by then."""
 
     prefixes: PrefixCache
-    record: PrefixRecord
+    key: str
     tokens: bytes
     initial: str
 
     def to_stored(self) -> StoredState | None:
-        tokens = unpack(self.tokens)
-        header = StateHeader(
-            model=self.prefixes.expected().fingerprint,
-            initial=self.initial,
-            tokens=len(tokens),
-            token_hash=hash_tokens(tokens),
-            key=self.record.key,
-            created=time.time(),
-        )
-        return StateRecord(header, self.record.snapshot, (), self.record.logits).to_stored(self.tokens)
+        return self.prefixes.stored_form(self.key, self.tokens, self.initial)
 
     def was_stored(self) -> None:
-        self.prefixes.note_stored(self.record.key)
+        self.prefixes.note_stored(self.key)
 
     def failed(self) -> bool:
         """A prefix is only a short cut: it is not tried again."""

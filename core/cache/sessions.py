@@ -63,7 +63,7 @@ class Turn:
     """
 
     session: str
-    forks: bool
+    forks: bool = False
     voided: bool = False
     written: Future[None] | None = None
 
@@ -85,9 +85,8 @@ class Turns:
         self._lock = lock or RLock()
         self._running: set[Turn] = set()
 
-    def begin(self, session: str, *, forks: bool = False) -> Turn:
+    def begin(self, turn: Turn) -> Turn:
         """Call before the earlier state is read, and `end` whatever happens."""
-        turn = Turn(session, forks)
         with self._lock:
             self._running.add(turn)
         return turn

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rwkv_lightning.core.cache.hierarchy import StateCache
+from rwkv_lightning.core.cache.front import Sessions
 from rwkv_lightning.core.cache.initial import InitialSource, InitialState, InitialStates
 from rwkv_lightning.core.cache.kept import KeptSource
 from rwkv_lightning.core.cache.prefix_cache import PrefixCache
 from rwkv_lightning.core.request import GenerationRequest, Tokens
 
 if TYPE_CHECKING:
+    from rwkv_lightning.core.cache.hierarchy import StateCache
+    from rwkv_lightning.core.errors import StoreError
     from rwkv_lightning.core.ledger import SlotLedger
-    from rwkv_lightning.core.sequence import Sequence, Step
+    from rwkv_lightning.core.sequence import Sequence as Row
+    from rwkv_lightning.core.sequence import Step
 
 
 class RowStart(NamedTuple):
@@ -30,13 +33,18 @@ class ModelStates:
 
     Args:
         chunk: prompt tokens between the prefixes that are kept.
+        failure: why the store that the settings name could not be opened; None when it could, or none is wanted.
     """
 
-    def __init__(self, sessions: StateCache, initial: InitialStates, chunk: int) -> None:
-        self.sessions = sessions
-        self.prefixes = PrefixCache(sessions)
+    def __init__(
+        self, cache: StateCache, initial: InitialStates, chunk: int, failure: StoreError | None = None
+    ) -> None:
+        self.cache = cache
+        self.sessions = Sessions(cache)
+        self.prefixes = PrefixCache(cache)
         self.initial = initial
         self._chunk = chunk
+        self._failure = failure
 
     def initial_of(self, request: GenerationRequest) -> InitialState:
         """What a request's rows begin from where no kept state comes before."""
@@ -59,13 +67,40 @@ class ModelStates:
 
     def before_run(self) -> None:
         """Call between `schedule` and the run of the step."""
-        self.sessions.move_out()
+        self.cache.move_out()
 
     def after_run(self, step: Step) -> None:
         """Keep the prefixes that a step has captured."""
         for capture in step.captures:
             self.prefixes.put(capture, self.initial_of(capture.sequence.request).name)
 
-    def keeper(self, ledger: SlotLedger) -> Callable[[Sequence], bool]:
+    def keeper(self, ledger: SlotLedger) -> Callable[[Row], bool]:
         """What the scheduler calls with each row that ended well."""
-        return lambda sequence: self.sessions.keep(sequence, ledger)
+        return lambda row: self.cache.keep(row, ledger)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the state store cannot be used at the moment, in a word or two; None when all is well."""
+        error = self._failure or self.cache.watch.failure
+        return None if error is None else REASONS[error.reason]
+
+    @property
+    def store_state(self) -> str:
+        """`ok`, `degraded` or `none`, as the health page says it."""
+        if self.failure is not None:
+            return "degraded"
+        return "none" if self.cache.store is None else "ok"
+
+    def shut_down(self) -> None:
+        """Write what is not stored yet, then close the store."""
+        self.cache.shut_down()
+
+
+REASONS = {
+    "full": "no space left",
+    "readonly": "cannot be written",
+    "locked": "locked by another program",
+    "corrupt": "damaged",
+    "version": "written by a newer version",
+    "other": "failing",
+}

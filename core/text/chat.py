@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,23 @@ def chat_prompt(
     speakers = {"user": user, "assistant": assistant}
     parts += [_turn(speakers[message.role], clean(message.text)) for message in messages if not _is_system(message)]
     return "\n\n".join([*parts, f"{assistant}:{_ENDINGS[_mode(think)]}"])
+
+
+def turn_ends(tokens: Sequence[int], token_bytes: Sequence[bytes]) -> tuple[int, ...]:
+    """Where the turns of a chat prompt end: positions in its tokens, ascending, each at a blank line.
+
+    A turn ends behind the blank line after it where a token does, else before it. Turns whose end lies inside a token
+    are left out. A later prompt of the same conversation begins with the same tokens up to such a position.
+    """
+    text = b"".join(token_bytes[token] for token in tokens)
+    offsets = list(itertools.accumulate((len(token_bytes[token]) for token in tokens), initial=0))
+    position_of = {offset: position for position, offset in enumerate(offsets)}
+    ends: list[int] = []
+    for blank in re.finditer(rb"\n\n", text):
+        position = position_of.get(blank.end(), position_of.get(blank.start()))
+        if position and (not ends or position > ends[-1]):
+            ends.append(position)
+    return tuple(ends)
 
 
 def _is_system(message: ChatMessage) -> bool:

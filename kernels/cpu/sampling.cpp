@@ -266,6 +266,16 @@ void advance(Rule rule, Row& row, int token, const int32_t* exempt, int n_exempt
         value += 1;
 }
 
+// Lists the rows that have no place for one more token; returns how many.
+int list_full(int rule, int n, const uint64_t* rows, int32_t* full) {
+    int found = 0;
+    for (int r = 0; r < n; ++r) {
+        const Row& row = *reinterpret_cast<Row*>(rows[r]);
+        if (rule != TEMPERATURE && row.count == row.capacity) full[found++] = r;
+    }
+    return found;
+}
+
 }  // namespace
 
 // Draws one token per row of logits [n, vocabulary] (row r at logits + r * stride) into tokens [n] and advances the
@@ -280,10 +290,14 @@ extern "C" int rwkv_sample(int rule, float* logits, int64_t stride, int n, int v
         tokens[r] = draw(Rule(rule), logits + r * stride, vocabulary, row, scratch);
         if (tokens[r] >= 0) advance(Rule(rule), row, tokens[r], exempt, n_exempt);
     }
-    int found = 0;
-    for (int r = 0; r < n; ++r) {
-        const Row& row = *reinterpret_cast<Row*>(rows[r]);
-        if (rule != TEMPERATURE && row.count == row.capacity) full[found++] = r;
-    }
-    return found;
+    return list_full(rule, n, rows, full);
+}
+
+// Advances n rows by tokens [n] that were drawn elsewhere; a negative one leaves its row as it is. `full` as above.
+extern "C" int rwkv_advance(int rule, int n, const uint64_t* rows, const int32_t* tokens, const int32_t* exempt,
+                            int n_exempt, int threads, int32_t* full) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > 64 && threads > 1)
+    for (int r = 0; r < n; ++r)
+        if (tokens[r] >= 0) advance(Rule(rule), *reinterpret_cast<Row*>(rows[r]), tokens[r], exempt, n_exempt);
+    return list_full(rule, n, rows, full);
 }

@@ -1,6 +1,6 @@
 """Build the CUDA kernels of this folder with nvcc and ninja: once per user, source, compiler and kind of card.
 
-CUTLASS's headers come from the package nvidia-cutlass, the extra `[cutlass]`. Nothing here needs a card but `arch`.
+CUTLASS's headers come from the package nvidia-cutlass, the extra `[cutlass]`. Compiling needs no card.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def nvcc() -> str | None:
 
 
 def headers() -> Path | None:
-    """The folder of CUTLASS's headers in the package nvidia-cutlass; None when it is not installed."""
+    """The folder of CUTLASS's headers: in $CUTLASS_PATH, else in the package nvidia-cutlass; None without either."""
     spec = importlib.util.find_spec("cutlass_library")
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        path = Path(folder, "source", "include")
-        if (path / "cutlass" / "cutlass.h").is_file():
-            return path
+    packages = [Path(folder, "source") for folder in (spec.submodule_search_locations if spec else None) or ()]
+    own = os.environ.get("CUTLASS_PATH")
+    for folder in [Path(own)] if own else packages:
+        if (folder / "include" / "cutlass" / "cutlass.h").is_file():
+            return folder / "include"
     return None
 
 

@@ -14,18 +14,18 @@ from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 from rwkv_lightning.kernels.triton.device import recurrent as device
 
 
-def _launch(width: int) -> dict[str, int]:
+def _launch(width: int) -> dict[str, int | bool]:
     """The block that holds a row of this width, and how many warps work on it."""
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
+    return {"WIDTH": width, "BLOCK": block, "num_warps": 8 if block >= 2048 else 4, "enable_fp_fusion": True}
 
 
 def check(**tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
     """Raise ValueError unless every tensor is contiguous and has its shape: kernels read by address."""
     for name, (tensor, shape) in tensors.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            strides = tensor.stride()
-            raise ValueError(f"{name} must be contiguous {list(shape)}, not {list(tensor.shape)} with strides {strides}")
+            found = f"{list(tensor.shape)} with strides {tensor.stride()}"
+            raise ValueError(f"{name} must be contiguous {list(shape)}, not {found}")
 
 
 def row_of_tokens(rows: Rows) -> torch.Tensor:
@@ -54,13 +54,13 @@ class TritonShiftMix(reference.ShiftMix):
         check(shift=(shift, (len(shift), self._width)))
         norm = self.norm_weight, self.norm_bias
         if rows.tokens == rows.slots.numel():
-            arguments = (x, delta, *norm, self.mix, shift, rows.slots, out, rows.tokens, self._count)
-            device.shift_mix_decode[(rows.tokens,)](*arguments, **self._options)
+            places = shift, rows.slots, out, rows.tokens, self._count
+            device.shift_mix_decode[(rows.tokens,)](x, delta, *norm, self.mix, *places, **self._options)
             return
         normed = torch.empty_like(x)
         device.add_norm[(rows.tokens,)](x, delta, *norm, normed, **self._options)
         structure = rows.offsets, rows.slots, row_of_tokens(rows)
-        arguments = (normed, self.mix, shift, *structure, out, rows.tokens, self._count)
+        arguments = normed, self.mix, shift, *structure, out, rows.tokens, self._count
         device.shift_mix_ragged[(rows.tokens,)](*arguments, **self._options)
 
 
@@ -75,7 +75,9 @@ class TritonWkv7(reference.Wkv7):
         small = p.w0, p.a0, p.v0, p.k_k, p.k_a, p.r_k, p.norm_weight, p.norm_bias
         self._small = [None if one is None else one.contiguous() for one in small]
         block = triton.next_power_of_2(self._size)
-        self._options = {"HEADS": heads, "SIZE": self._size, "BLOCK": block, "num_warps": 8 if block > 64 else 4}
+        warps = max(1, block // 32)  # a thread owns whole columns of the state: sums over keys cross no threads
+        self._options = {"HEADS": heads, "SIZE": self._size, "BLOCK": block, "num_warps": warps}
+        self._options["enable_fp_fusion"] = True
 
     def __call__(
         self, given: Projections, v_first: torch.Tensor, state: torch.Tensor, rows: Rows, out: torch.Tensor

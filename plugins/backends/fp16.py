@@ -36,6 +36,7 @@ class Fp16Backend:
         from rwkv_lightning.core.checkpoint import Checkpoint
         from rwkv_lightning.core.rwkv7 import RWKV7
         from rwkv_lightning.kernels.linear import make_linear
+        from rwkv_lightning.kernels.triton.graphs import capture_for
         from rwkv_lightning.plugins.backends.precision import choose_precision
         from rwkv_lightning.plugins.backends.weights import CheckpointSource, loading_bar
 
@@ -57,7 +58,8 @@ class Fp16Backend:
                 device=device,
                 dtype=precision.dtype,
                 state_dtype=precision.state_dtype,
-                description=f"fp16 on {device}: {precision.why}; linears: {kernel}",
+                description=f"{precision.why}; linears: {kernel}",
+                capture=None if options.deterministic else capture_for(device),
             )
         log.info("loaded %s in %.2f s", path.name, time.perf_counter() - start)
         return model

@@ -58,7 +58,8 @@ class CheckpointSource:
         weight = self._read(name, torch.float16 if self._dtype == torch.float16 else None)
         if LOW_RANK.search(name):
             weight = weight.t()
-        return make_linear(weight, self._dtype, deterministic=self._deterministic)
+        after_relu2 = name.endswith("ffn.value.weight")
+        return make_linear(weight, self._dtype, deterministic=self._deterministic, sparse_input=after_relu2)
 
     def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] int32 -> [T, C] float32 rows of emb.weight."""

@@ -1,4 +1,4 @@
-"""Defaults by path: what a request gets when it names nothing (the table in docs/defaults.md)."""
+"""Defaults by path: what a request gets when it names nothing."""
 
 from __future__ import annotations
 

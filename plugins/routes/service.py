@@ -19,9 +19,12 @@ router = APIRouter(tags=["service"])
 
 @router.get("/v1/health")
 async def health(request: Request) -> Response:
-    """Whether the server can serve; never asks for a password. 503 when the engine has stopped or a plugin says no."""
+    """Whether the server can serve; never asks for a password. 503 when the engine has stopped or a plugin says no.
+
+    `degraded` is served with 200: the state store fails, and sessions go on from RAM.
+    """
     report = health_report(context_of(request))
-    return JSONResponse(report, 200 if report["status"] == "ok" else 503)
+    return JSONResponse(report, 200 if report["status"] in ("ok", "degraded") else 503)
 
 
 @router.get("/metrics", dependencies=[Depends(require_password_if_protect_all)])
@@ -36,8 +39,11 @@ def health_report(context: ServerContext) -> dict[str, Any]:
     scheduler = model.engine.scheduler
     alive = model.engine.alive
     not_ready = context.host.readiness_checks(context)
+    states = model.engine.states
+    degraded = states is not None and states.failure is not None
     report = {
-        "status": "engine stopped" if not alive else "not ready" if not_ready else "ok",
+        "status": "engine stopped" if not alive else "not ready" if not_ready else "degraded" if degraded else "ok",
+        "state_store": "none" if states is None else states.store_state,
         "model_loaded": alive,
         "model": model.name,
         "gpu_memory_used_gb": gpu_memory_used(model.model.device),
@@ -46,6 +52,8 @@ def health_report(context: ServerContext) -> dict[str, Any]:
         "queue_depth": scheduler.num_waiting + scheduler.num_swapped,
         "running": scheduler.num_running,
     }
+    if states is not None and degraded:
+        report["state_store_failure"] = states.failure
     return {**report, "not_ready": not_ready} if not_ready else report
 
 

@@ -56,7 +56,8 @@ def _interpolate(h, before, mix, out, token, tokens, at, inside, COUNT: tl.const
 
 @triton.jit
 def shift_mix_decode(
-    x, delta, weight, bias, mix, shift, slots, out, tokens, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, weight, bias, mix, shift, slots, out, tokens,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every row is one token: grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -164,9 +165,9 @@ def wkv7(
         s = tl.load(own, mask=within, other=0.0).to(tl.float32)
         scale, offset = _read(norm_weight, channel, inside), _read(norm_bias, channel, inside)
         for token in range(tl.load(offsets + row), tl.load(offsets + row + 1)):
-            at = token.to(tl.int64) * (HEADS * SIZE) + channel
+            at = token * (HEADS * SIZE) + channel
             value = _values(v, v_mix, v_first, v0, at, channel, inside)
-            decay = tl.exp(-HALF_E * _sigmoid(_read(w, at, inside) + _read(w0, channel, inside)))
+            decay = tl.exp(_sigmoid(_read(w, at, inside) + _read(w0, channel, inside)) * -HALF_E)
             rate = _sigmoid(_read(a, at, inside) + _read(a0, channel, inside))
             key, receptance = _read(k, at, inside), _read(r, at, inside)
             removal = key * _read(k_k, channel, inside)

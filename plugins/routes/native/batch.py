@@ -113,7 +113,8 @@ async def build_request(
         stop=path.stop if body.stop_tokens is None else body.stop_tokens,
         seed=body.seed,
     )
-    return new_request(await model.encode(prompts), params, body.chunk_size)
+    request = new_request(await model.encode(prompts), params, body.chunk_size)
+    return await model.prepare(request, state=body.state, use_prefix_cache=body.use_prefix_cache)
 
 
 SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay"}

@@ -41,6 +41,8 @@ class GenerationBody(BaseModel):
     stream: bool = False
     chunk_size: Positive = Field(4, description="tokens gathered before a row is flushed")
     seed: Integer | None = Field(None, description="same seed, same text; random when absent")
+    state: Text | None = Field(None, description="a state-tuning file in --state-dir to begin from")
+    use_prefix_cache: bool = Field(True, description="false: read the whole prompt, and keep nothing of it")
 
 
 class BatchBody(GenerationBody):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
@@ -12,12 +12,16 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from rwkv_lightning.core.body import read_bytes
+from rwkv_lightning.core.cache.initial import InitialState
 from rwkv_lightning.core.cache.kept import Kept, KeptSource, SessionTarget
-from rwkv_lightning.core.cache.keys import SessionKey, check_session_id
+from rwkv_lightning.core.cache.keys import SessionKey, check_session_id, parse_name
 from rwkv_lightning.core.cache.sessions import Deletion
+from rwkv_lightning.core.cache.sessions import Turn as SessionTurn
+from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.errors import BadRequest, InvalidField, NotFound, StateCorrupt
 from rwkv_lightning.core.generation import option_names, validate
 from rwkv_lightning.core.http import (
+    LONGEST_HOLD,
     Call,
     EventStream,
     body_in_openapi,
@@ -25,13 +29,13 @@ from rwkv_lightning.core.http import (
     context_of,
     heartbeat,
     ignored_fields,
-    open_stream,
+    raise_if_all_failed,
     read_call,
     require_password,
     unless_client_leaves,
 )
 from rwkv_lightning.core.models import LoadedModel
-from rwkv_lightning.core.request import GenerationRequest, StateSource
+from rwkv_lightning.core.request import GenerationRequest
 from rwkv_lightning.core.sse import data
 from rwkv_lightning.core.stream import RequestStream
 from rwkv_lightning.plugins.routes import defaults
@@ -69,115 +73,145 @@ class StatusBody(BaseModel):
 async def state_completions(call: PostCall) -> Response:
     """One turn of a session, whose state is kept under `session_id`."""
     body = validate(StateBody, call.body)
-    key = session_key(call, body)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(call.context.models.default.states.sessions.leases.hold(str(key)))
-        turn = Turn(call, body, key, key, stack)
-        return await turn.answer("rwkv7-state", {})
+    turn = Turn(call, body, await session_key(call, body))
+    return await turn.answer("rwkv7-state")
 
 
 @router.post("/multi_state/chat/completions", openapi_extra=body_in_openapi(MultiStateBody.model_json_schema()))
 async def multi_state_completions(call: PostCall) -> Response:
     """One turn from any branch of a session; every success makes a new branch."""
     body = validate(MultiStateBody, call.body)
-    root = session_key(call, body)
-    cache = call.context.models.default.states.sessions
-    source = SessionKey(root.session, body.dialogue_idx, root.initial) if body.dialogue_idx else None
-    async with AsyncExitStack() as stack:
-        number = await asyncio.to_thread(cache.branches.take, root.session)
-        turn = Turn(call, body, source, SessionKey(root.session, number, root.initial), stack)
-        return await turn.answer("rwkv7-multi-state", {"dialogue_idx": number})
+    turn = Fork(call, body, await session_key(call, body), body.dialogue_idx)
+    return await turn.answer("rwkv7-multi-state")
 
 
-def session_key(call: Call, body: StateBody) -> SessionKey:
-    """The session's key. Raises InvalidField for an id with ':' or for other than one prompt."""
+async def session_key(call: Call, body: StateBody) -> SessionKey:
+    """The session's key. Raises InvalidField for an id with ':', other than one prompt, an unknown state file."""
     if len(body.contents) != 1:
         raise InvalidField(f"contents: exactly one prompt is wanted, not {len(body.contents)}", param="contents")
-    return SessionKey(check_session_id(body.session_id), 0, call.context.models.default.states.initial.default.name)
+    initial = await find_initial(call.context.models.default.states, body.state)
+    return SessionKey(check_session_id(body.session_id), 0, initial.name)
+
+
+async def find_initial(states: ModelStates, name: str | None) -> InitialState:
+    """The initial state that a request names, by default the server's. Raises InvalidField."""
+    return states.initial.default if name is None else await states.initial.find(name)
 
 
 class Turn:
-    """One turn on its way: from a kept state, or a beginning, to another one.
+    """One turn of a session on its way: from its kept state, or a beginning, to the next one.
 
-    Args:
-        source: the key of the state to go on from; None for the root of a session that forks.
-        target: the key under which the final state is kept.
-        stack: closed when the answer has been given or the client has left.
+    Everything it takes is on `stack`, which is closed when the answer has been given or the client has left.
     """
 
-    def __init__(
-        self, call: Call, body: StateBody, source: SessionKey | None, target: SessionKey, stack: AsyncExitStack
-    ) -> None:
+    def __init__(self, call: Call, body: StateBody, session: SessionKey) -> None:
         self.call = call
         self.body = body
-        self.source = source
-        self.target = target
-        self.stack = stack
+        self.session = session
+        self.stack = AsyncExitStack()
         self.stream: RequestStream | None = None
         self.model: LoadedModel = call.context.models.default
-        self.cache = self.model.states.sessions
+        self.sessions = self.model.states.sessions
+        self.turn = SessionTurn(session.session, forks=isinstance(self, Fork))
 
-    async def answer(self, answer_id: str, members: dict[str, Any]) -> Response:
+    async def prepare(self) -> tuple[Kept | None, SessionKey]:
+        """Take what the turn needs: the state to go on from, and the key of the one to come."""
+        await self.stack.enter_async_context(self.sessions.leases.hold(str(self.session)))
+        self._begin()
+        return await self._open(self.session), self.session
+
+    def members(self, target: SessionKey) -> Mapping[str, Any]:
+        """What the answer has besides that of a batch."""
+        return {}
+
+    def last_event(self, target: SessionKey) -> bytes:
+        """What comes before the end of a stream."""
+        return b""
+
+    async def answer(self, answer_id: str) -> Response:
         """Generate, keep the state, and answer in the native form, streamed or not."""
-        request = await self._request()
-        known = {*type(self.body).model_fields, *option_names(request.params)} - unused_sampling(request)
-        headers = ignored_fields(self.call.body, known)
-        if self.body.stream:
-            return await self._stream(request, members, headers)
-        self.stream = self.stack.enter_context(self.model.engine.submit(request))
-        events = await unless_client_leaves(self.call.request, collect(self.stream))
-        await self.cache.durable(self.target)
-        content = wire.answer(events, answer_id=answer_id, object_name="chat.completion", model=self.body.model)
-        return JSONResponse({**content, **members}, headers=headers)
+        async with self.stack:
+            base, target = await self.prepare()
+            self.stack.push_async_callback(self._until_ended)
+            request = await self._request(base, target)
+            known = {*type(self.body).model_fields, *option_names(request.params)} - unused_sampling(request)
+            headers = ignored_fields(self.call.body, known)
+            self.stream = self.stack.enter_context(self.model.engine.submit(request))
+            if self.body.stream:
+                return await self._stream(target, headers)
+            events = await unless_client_leaves(self.call.request, collect(self.stream))
+            await self.sessions.durable(self.turn)
+            content = wire.answer(events, answer_id=answer_id, object_name="chat.completion", model=self.body.model)
+            return JSONResponse({**content, **self.members(target)}, headers=headers)
 
-    async def _stream(self, request: GenerationRequest, members: dict[str, Any], headers: dict[str, str]) -> Response:
-        self.stream, closing = await open_stream(self.call, self.model.engine, request)
-        self.stack.push(closing)
-        stack = self.stack.pop_all()  # the response outlives the caller's block
+    async def _stream(self, target: SessionKey, headers: dict[str, str]) -> Response:
+        """The 200 is held until the answer begins or takes long: failures before that raise."""
+        assert self.stream is not None
+        first = await unless_client_leaves(self.call.request, self.stream.wait(LONGEST_HOLD))
+        if not any(event.text for event in first):
+            raise_if_all_failed(first, self.stream.rows)
         chunks = wire.sse(
             self.stream,
             heartbeat(self.call),
-            before_end=lambda: self.cache.durable(self.target),
-            last=self._last_event(members),
+            before_end=lambda: self.sessions.durable(self.turn),
+            last=self.last_event(target),
         )
-        return EventStream(chunks, stack.aclose, headers)
+        return EventStream(chunks, self.stack.pop_all().aclose, headers)  # the response outlives this block
 
-    def _last_event(self, members: dict[str, Any]) -> bytes:
-        if not members:
-            return b""
-        key = f"{self.target.session}:{self.target.branch}"
-        return data({"object": "multi_state.dialogue_idx", "session_id": key, **members})
-
-    async def _request(self) -> GenerationRequest:
-        turns = self.cache.turns
-        turn = turns.begin(self.target.session, forks=self.target.branch > 0)
-        self.stack.callback(turns.end, turn)
-        base = await self._open()
-        self.stack.push_async_callback(self._until_ended)
+    async def _request(self, base: Kept | None, target: SessionKey) -> GenerationRequest:
         text = self.body.contents[0]
         if base is not None and not text.startswith(TURN):
             text = TURN + text
         request = await build_request(self.call, self.body, [text], defaults.V1_BATCH, self.model)
-        request.prompts = [(*(base.tail if base else ()), *request.prompts[0])]
-        request.source = KeptSource(base) if base else StateSource()
-        request.target = SessionTarget(self.target, turn, base)
+        if base is not None:
+            request.prompts = [(*base.tail, *request.prompts[0])]
+            request.source = KeptSource(base)
+        request.target = SessionTarget(target, self.turn, base)
         return request
+
+    def _begin(self) -> None:
+        """From here on a deletion of the session concerns this turn."""
+        self.sessions.turns.begin(self.turn)
+        self.stack.callback(self.sessions.turns.end, self.turn)
+
+    async def _open(self, key: SessionKey) -> Kept | None:
+        base = await self.sessions.open(key)
+        self.stack.callback(self.sessions.close, base)
+        return base
 
     async def _until_ended(self) -> None:
         """After an abort the engine may still be at it for a step: until then the session is not free."""
         if self.stream is not None:
             await self.stream.ended()
 
-    async def _open(self) -> Kept | None:
-        """The state to go on from. Raises NotFound for a branch that does not exist."""
-        if self.source is None:
-            return None
-        base = await self.cache.open(self.source)
-        self.stack.callback(self.cache.close, base)
-        if base is None and self.source.branch:
+
+class Fork(Turn):
+    """One turn of a session that forks: from a branch, or the root, to a new branch. Reading takes no lease."""
+
+    def __init__(self, call: Call, body: StateBody, session: SessionKey, branch: int) -> None:
+        super().__init__(call, body, session)
+        self.branch = branch
+
+    async def prepare(self) -> tuple[Kept | None, SessionKey]:
+        self._begin()
+        base = await self._open_branch() if self.branch else None
+        number = await self.sessions.new_branch(self.session.session)
+        return base, SessionKey(self.session.session, number, self.session.initial)
+
+    def members(self, target: SessionKey) -> Mapping[str, Any]:
+        return {"dialogue_idx": target.branch}
+
+    def last_event(self, target: SessionKey) -> bytes:
+        event = {"object": "multi_state.dialogue_idx", "session_id": target.shown, "dialogue_idx": target.branch}
+        return data(event)
+
+    async def _open_branch(self) -> Kept:
+        """Raises NotFound."""
+        session = self.session.session
+        base = await self._open(SessionKey(session, self.branch, self.session.initial))
+        if base is None:
             raise NotFound(
-                f"session {self.source.session!r} has no dialogue_idx {self.source.branch}; "
-                f"GET /state/tree/{self.source.session} lists what there is",
+                f"session {session!r} has no dialogue_idx {self.branch}; GET /state/tree/{session} lists what there is",
                 param="dialogue_idx",
             )
         return base
@@ -207,8 +241,8 @@ async def state_delete(call: PostCall) -> Response:
     """Delete a session, with `delete_prefix` its branches too."""
     body = validate(DeleteBody, call.body)
     headers = ignored_fields(call.body, DeleteBody.model_fields)
-    cache = call.context.models.default.states.sessions
-    if not await cache.delete(Deletion(body.session_id, body.delete_prefix)):
+    sessions = call.context.models.default.states.sessions
+    if not await sessions.delete(Deletion(body.session_id, body.delete_prefix)):
         content = {"status": "not_found", "message": f"there is no session {body.session_id!r}"}
         return JSONResponse(content, 404, headers=headers)
     what = f"session {body.session_id!r}" + (" and its branches" if body.delete_prefix else "")
@@ -218,8 +252,8 @@ async def state_delete(call: PostCall) -> Response:
 @router.get("/state/tree/{session_id}", dependencies=[Depends(require_password)])
 async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
     """A session and its branches: parent, tokens, last words, time."""
-    cache = context_of(request).models.default.states.sessions
-    headers = await cache.family(check_session_id(session_id))
+    sessions = context_of(request).models.default.states.sessions
+    headers = await sessions.family(check_session_id(session_id))
     if not headers:
         raise NotFound(f"there is no session {session_id!r}", param="session_id")
     branches = [
@@ -237,10 +271,15 @@ async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
 
 
 @router.get("/state/{session_id}/export", dependencies=[Depends(require_password)])
-async def export_state(request: Request, session_id: str) -> Response:
+async def export_state(
+    request: Request,
+    session_id: str,
+    state: Annotated[str | None, Query(description="the state file that the session began from")] = None,
+) -> Response:
     """A session's or branch's state as a safetensors file."""
-    model = context_of(request).models.default
-    record = await model.states.sessions.export_bytes(parse_name(session_id, model.states.initial.default.name))
+    states = context_of(request).models.default.states
+    initial = await find_initial(states, state)
+    record = await states.sessions.export_bytes(parse_name(session_id, initial.name))
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in session_id)[:80]
     headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
     return Response(record, media_type="application/octet-stream", headers=headers)
@@ -258,18 +297,10 @@ async def import_state(
 ) -> dict[str, Any]:
     """Keep a state that GET /state/{session_id}/export gave, on this server or another."""
     model = context_of(request).models.default
-    key = parse_name(session_id, model.states.initial.default.name) if session_id else None
+    key = parse_name(session_id) if session_id else None
     body = await read_bytes(request, 2 * model.model.state_nbytes() + STATE_OVERHEAD)
     try:
         kept = await model.states.sessions.import_bytes(body, key, replace=replace)
     except StateCorrupt:
         raise BadRequest("the body is not a whole exported state; export it again and send it unchanged") from None
-    return {"status": "success", "session_id": kept.key.shown, "tokens": kept.header.tokens}
-
-
-def parse_name(name: str, initial: str) -> SessionKey:
-    """`<session>` or `<session>:<number>` as clients see it. Raises InvalidField."""
-    session, _, number = name.partition(":")
-    if number and not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise InvalidField(f"session_id: {name[:60]!r} is neither a session nor a branch", param="session_id")
-    return SessionKey(check_session_id(session), int(number or 0), initial)
+    return {"status": "success", "session_id": kept.owner.shown, "tokens": kept.header.tokens}

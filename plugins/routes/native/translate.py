@@ -101,7 +101,8 @@ async def translate(
         seed=body.seed,
     )
     prompts = await model.encode([prompt(texts[row], sources[row], body.target_lang) for row in rows])
-    with model.engine.submit(new_request(prompts, params, chunk_size=16)) as stream:
+    request = await model.prepare(new_request(prompts, params, chunk_size=16))
+    with model.engine.submit(request) as stream:
         events = await unless_client_leaves(call.request, collect(stream))
     raise_if_any_failed(events)  # this form has no place for the error of one text
     return {row: event.text.strip() for row, event in zip(rows, events, strict=True)}

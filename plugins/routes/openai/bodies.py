@@ -97,7 +97,8 @@ class CommonBody(BaseModel):
     stream_options: StreamOptions | None = Field(None, description="only with stream: true")
     sampler: str | None = Field(None, description="a registered sampler's name; the path has a default")
     chunk_size: Positive | None = Field(None, description="tokens gathered before text is handed on")
-    use_prefix_cache: bool = True
+    use_prefix_cache: bool = Field(True, description="false: read the whole prompt, and keep nothing of it")
+    state: Text | None = Field(None, description="a state-tuning file in --state-dir to begin from")
 
     @field_validator("logit_bias")
     @classmethod

@@ -13,7 +13,7 @@ from rwkv_lightning.core.generation import check_rows, new_request, validate
 from rwkv_lightning.core.http import Call, body_in_openapi, read_call
 from rwkv_lightning.core.interfaces import BodyClaim
 from rwkv_lightning.core.request import Event
-from rwkv_lightning.core.text.chat import ChatMessage, Kind, ThinkSplitter, chat_prompt
+from rwkv_lightning.core.text.chat import ChatMessage, Kind, ThinkSplitter, chat_prompt, turn_ends
 from rwkv_lightning.plugins.routes import defaults
 from rwkv_lightning.plugins.routes.openai import fields, wire
 from rwkv_lightning.plugins.routes.openai.answer import Answer, Entry, chunk_size, respond
@@ -61,11 +61,13 @@ async def answer_chat(call: Call, body: ChatBody) -> Response:
     params = fields.chat_params(call, body, model, defaults.OPENAI_CHAT)
     prompts = await model.encode([chat_prompt(conversation(body), think=body.think)])
     token_bytes, reasoning_field = model.vocabulary.token_bytes, call.context.settings.reasoning_field
+    request = new_request(prompts * body.n, params, chunk_size(body))
+    request.boundaries = turn_ends(prompts[0], token_bytes)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     answer = Answer(
         body=body,
         model=model,
-        request=new_request(prompts * body.n, params, chunk_size(body)),
+        request=await model.prepare(request, state=body.state, use_prefix_cache=body.use_prefix_cache),
         envelope=Envelope(kind, model.name, model.fingerprint, wire.new_id("chatcmpl")),
         choices=[ChatChoice(row, body, token_bytes, reasoning_field) for row in range(body.n)],
         trace_id=getattr(call.request.state, "request_id", None),

@@ -35,10 +35,11 @@ async def completions(call: PostCall) -> Response:
     prompts = await encode_prompts(body, model)
     rows = [row for row in range(len(prompts)) for _ in range(body.n)]
     echoes = [echo(body.prompt[row], model) if body.echo else "" for row in rows]
+    request = new_request([prompts[row] for row in rows], params, chunk_size(body))
     answer = Answer(
         body=body,
         model=model,
-        request=new_request([prompts[row] for row in rows], params, chunk_size(body)),
+        request=await model.prepare(request, state=body.state, use_prefix_cache=body.use_prefix_cache),
         envelope=Envelope("text_completion", model.name, model.fingerprint, wire.new_id("cmpl")),
         choices=[TextChoice(i, body, model.vocabulary.token_bytes, text) for i, text in enumerate(echoes)],
         trace_id=getattr(call.request.state, "request_id", None),

@@ -1,0 +1,186 @@
+"""What a comparison found: figures by contender and column, shares of the roofline, ratios, and the Markdown of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.peers import PREFILL, Contender
+from benchmarks.scaling import Machine, Model
+from rwkv_lightning.core.random_checkpoint import SHAPES
+
+NEAR_TIE = 0.3  # lead of the first logit below which reduced precision may choose another token
+EXACT_TIE = 0.01  # the same in float32
+FLOORS = {  # issue: ours ÷ llama.cpp's figure, one thread
+    ("ours bf16", "llama.cpp bf16"): {"1": 1.0, "8": 2.0, "64": 2.0, "256": 2.3, PREFILL: 1.7},
+    ("ours int8", "llama.cpp Q8_0"): {"1": 1.0},
+    ("ours int8", "llama.cpp bf16"): {"8": 2.5, "64": 2.5, "256": 3.0, PREFILL: 2.4},
+}
+WITHIN = {  # a figure of ours as a share of another one of ours
+    ("ours bf16, sampler V1", "ours bf16"): {"64": 0.94, "960": 0.94},
+    ("ours HTTP", "ours bf16"): {"64": 0.92, "960": 0.85},
+}
+ROOFLINE = {"1": 0.70, "64": 0.75, "960": 0.85}  # least share of it, "ours bf16" on one thread
+TWO_THREADS = {"64": 1.7, "256": 1.7, "960": 1.7}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How greedy tokens compare: of `total`, `equal` before the first difference of each prompt, and the largest lead
+    of the reference's token where one differed."""
+
+    equal: int
+    total: int
+    lead: float
+
+    @property
+    def exact(self) -> bool:
+        return self.lead < EXACT_TIE
+
+    def __str__(self) -> str:
+        if self.equal == self.total:
+            return f"all {self.total} tokens equal"
+        kind = "near ties" if self.lead < NEAR_TIE else "MORE THAN NEAR TIES"
+        return f"{self.equal} of {self.total} tokens before the first differences, {kind} (lead {self.lead:.3f})"
+
+
+def agree(expected: Sequence[Sequence[tuple[int, float]]], found: Sequence[Sequence[int]]) -> Verdict:
+    """Compare answers with the reference's (token, lead) pairs; after a difference a row is another text."""
+    equal, lead = 0, 0.0
+    for reference, answer in zip(expected, found, strict=True):
+        for (token, margin), other in zip(reference, answer, strict=True):
+            if token != other:
+                lead = max(lead, margin)
+                break
+            equal += 1
+    return Verdict(equal, sum(map(len, expected)), lead)
+
+
+@dataclass(slots=True)
+class Run:
+    """All rounds at one number of threads; `figures` has tokens per second by (contender, column) and round."""
+
+    threads: int
+    figures: dict[tuple[str, str], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    ceilings: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, column: str, number: int, rate: float) -> None:
+        self.figures[name, column][number] = rate
+
+    def add_ceilings(self, sample: Mapping[str, float]) -> None:
+        for name, value in sample.items():
+            self.ceilings[name].append(value)
+
+    def median(self, name: str, column: str) -> float | None:
+        values = self.figures.get((name, column))
+        return statistics.median(values.values()) if values else None
+
+    def raw(self) -> dict[str, dict[str, list[float]]]:
+        table: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for (name, column), values in self.figures.items():
+            table[name][column] = list(values.values())
+        return table
+
+    def ratio(self, ours: str, theirs: str, column: str) -> float | None:
+        """Median over the rounds of one figure divided by the other's of the same round."""
+        mine, others = (self.figures.get((name, column), {}) for name in (ours, theirs))
+        ratios = [mine[number] / others[number] for number in mine.keys() & others.keys()]
+        return statistics.median(ratios) if ratios else None
+
+    def machine(self, kind: str) -> Machine:
+        """This machine as the formulas see it: medians of the ceilings measured in this run."""
+        products, memory = (statistics.median(self.ceilings[name]) * 1e9 for name in (kind, "memory"))
+        return Machine("here", 0, memory, products)
+
+    def roofline(self, shape: str, kind: str, column: str) -> float:
+        """Tokens per second that no implementation can pass, see benchmarks/scaling.py."""
+        model = Model(SHAPES[shape], weight_bytes=1 if kind == "int8" else 2)
+        machine = self.machine(kind)
+        if column == PREFILL:
+            return model.prefill(machine, int(PREFILL.split()[1]))
+        return model.decode(machine, int(column))
+
+
+def render(
+    shape: str,
+    contenders: Mapping[str, Contender],
+    columns: Sequence[str],
+    runs: Sequence[Run],
+    verdicts: Mapping[str, Verdict],
+) -> str:
+    """The whole report as Markdown."""
+    lines = [f"# {shape}: tokens per second", ""]
+    if verdicts:
+        lines += ["| greedy tokens against a plain float32 forward | |", "|---|---|"]
+        lines += [f"| {name} | {verdict} |" for name, verdict in verdicts.items()] + [""]
+    for run in runs:
+        lines += [*_figures(shape, contenders, columns, run), "", *_ceilings(run), ""]
+    if runs:
+        lines += [*_floors(shape, runs), ""]
+    return "\n".join(lines)
+
+
+def _figures(shape: str, contenders: Mapping[str, Contender], columns: Sequence[str], run: Run) -> Iterator[str]:
+    yield f"## {run.threads} thread{'s' * (run.threads > 1)}, pinned"
+    yield ""
+    yield "Medians; in brackets the share of the roofline (int8 and Q8_0: of int8's)."
+    yield ""
+    yield f"| | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, contender in contenders.items():
+        cells = [_cell(run.median(name, c), run.roofline(shape, contender.roofline, c)) for c in columns]
+        if any(cell != "-" for cell in cells):
+            yield f"| {name} | {' | '.join(cells)} |"
+    for kind in ("bf16", "int8"):
+        if any(run.ceilings[kind]):
+            cells = [f"{run.roofline(shape, kind, column):,.0f}" for column in columns]
+            yield f"| roofline {kind} | {' | '.join(cells)} |"
+
+
+def _cell(value: float | None, roofline: float) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f} ({value / roofline:.0%})" if roofline else f"{value:,.0f}"
+
+
+def _ceilings(run: Run) -> Iterator[str]:
+    units = {"memory": "GB/s read", "bf16": "GFLOP/s bf16 products", "int8": "GOP/s int8 products"}
+    units |= {"instruction": "GFLOP/s bf16 on registers only"}
+    found = [
+        f"{statistics.median(run.ceilings[name]):,.1f} {unit}" for name, unit in units.items() if run.ceilings[name]
+    ]
+    yield f"Ceilings in the same rounds: {', '.join(found)}."
+    if run.memory:
+        yield ""
+        loading, rows = run.memory["loading"] / 1e6, run.memory["rows"] / 1e6
+        yield f"Memory of ours bf16: {loading:,.0f} MB at most for loading, {rows:,.0f} MB more with all rows running."
+
+
+def _floors(shape: str, runs: Sequence[Run]) -> Iterator[str]:
+    yield "## Floors"
+    yield ""
+    yield "| what | rows | floor | here | |"
+    yield "|---|---|---|---|---|"
+    for what, column, floor, value in floors(shape, runs):
+        yield f"| {what} | {column} | {floor:.2f} | {value:.2f} | {'met' if value >= floor else 'missed'} |"
+
+
+def floors(shape: str, runs: Sequence[Run]) -> Iterator[tuple[str, str, float, float]]:
+    """(what, column, floor, value) of every floor that these runs can say something about."""
+    for run in (run for run in runs if run.threads == 1):
+        for (ours, theirs), wanted in {**FLOORS, **WITHIN}.items():
+            for column, floor in wanted.items():
+                if (value := run.ratio(ours, theirs, column)) is not None:
+                    yield f"{ours} / {theirs}", column, floor, value
+        for column, floor in ROOFLINE.items():
+            if (median := run.median("ours bf16", column)) is not None:
+                yield "ours bf16 / roofline", column, floor, median / run.roofline(shape, "bf16", column)
+    by_threads = {run.threads: run for run in runs}
+    if {1, 2} <= by_threads.keys():
+        for column, floor in TWO_THREADS.items():
+            one, two = (by_threads[threads].median("ours bf16", column) for threads in (1, 2))
+            if one and two:
+                yield "two threads / one", column, floor, two / one

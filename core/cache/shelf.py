@@ -1,0 +1,89 @@
+"""`SlotShelf` (L1): finished states that stay in the slots in which they ended."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rwkv_lightning.core.cache.kept import Kept
+
+
+class SlotShelf:
+    """Which kept states are in slots. Not thread-safe: the cache's lock guards it.
+
+    A state is resident, or unwanted (over the limit, replaced or deleted: its slot is the next to go, but until then
+    the state is there), or leaving (its slot is given away, and is overwritten when the coming step runs).
+
+    Args:
+        limit: most resident states.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._resident: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
+        self._unwanted: dict[Kept, None] = {}
+        self._leaving: dict[Kept, int] = {}  # their slots; `Kept.slot` is None already, as nobody may copy from there
+
+    def put(self, kept: Kept, slot: int) -> None:
+        """A finished state stays in its slot. Over the limit the least recently used is unwanted."""
+        kept.slot = slot
+        self._resident[kept.key] = kept
+        while len(self._resident) > self._limit:
+            _, oldest = self._resident.popitem(last=False)
+            self._unwanted[oldest] = None
+
+    def find(self, key: str) -> Kept | None:
+        """The current state of a key, if it is in a slot; it becomes the most recently used."""
+        kept = self._resident.get(key)
+        if kept is not None:
+            self._resident.move_to_end(key)
+            return kept
+        others = itertools.chain(self._unwanted, self._leaving)
+        return next((kept for kept in others if kept.current and kept.key == key), None)
+
+    def current(self) -> Iterator[Kept]:
+        """The states in slots that are current."""
+        others = itertools.chain(self._unwanted, self._leaving)
+        return itertools.chain(self._resident.values(), (kept for kept in others if kept.current))
+
+    def demote(self, kept: Kept) -> None:
+        """A state is out of date: its slot goes first."""
+        if self._resident.get(kept.key) is kept:
+            del self._resident[kept.key]
+            self._unwanted[kept] = None
+
+    def next_out(self) -> Kept | None:
+        """Whose slot goes next: an unwanted state's, else the least recently used; None while all are being copied."""
+        candidates = itertools.chain(self._unwanted, self._resident.values())
+        return next((kept for kept in candidates if not kept.copying), None)
+
+    def give_up(self, kept: Kept, *, wanted: bool) -> int:
+        """A state's slot, for somebody else.
+
+        Args:
+            wanted: its numbers are still to be copied: it is leaving until `leave`.
+        """
+        if kept in self._unwanted:
+            del self._unwanted[kept]
+        else:
+            del self._resident[kept.key]
+        slot, kept.slot = kept.slot, None
+        assert slot is not None, "what is on the shelf is in a slot"
+        if wanted:
+            self._leaving[kept] = slot
+        return slot
+
+    def leave(self, kept: Kept) -> int | None:
+        """The slot of a leaving state, which whoever asks must copy at once; None when it is not leaving (any more)."""
+        return self._leaving.pop(kept, None)
+
+    def leaving(self) -> list[Kept]:
+        """The states whose slots the coming step overwrites."""
+        return list(self._leaving)
+
+    def __len__(self) -> int:
+        """Slots held."""
+        return len(self._resident) + len(self._unwanted)

@@ -1,0 +1,287 @@
+"""The gemlite backend: conformance, quality, choices, errors; and GemLite's own operators where they are installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from quantised_engines import converted_demo, feed, golden_rate, run_without_compiler, serve_refuses
+
+from benchmarks.checkpoints import make
+from rwkv_lightning.core.config import Settings
+from rwkv_lightning.core.convert import convert
+from rwkv_lightning.core.demo import demo_model_path
+from rwkv_lightning.core.errors import CheckpointError, StartError
+from rwkv_lightning.core.host import PluginHost
+from rwkv_lightning.core.interfaces import Backend, LoadOptions, Model
+from rwkv_lightning.core.testing.backends import BackendSuite
+from rwkv_lightning.kernels.linear import ReferenceLinear
+from rwkv_lightning.plugins.backends import gemlite, gemlite_gpu
+from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
+from rwkv_lightning.plugins.backends.gemlite import GemliteBackend, GemliteSettings
+from rwkv_lightning.plugins.backends.precision import Precision
+
+FLOAT32 = LoadOptions(dtype="float32")
+HALF = Precision(torch.float16, torch.float16, "float16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def int8(folder: Path) -> Path:
+    return converted_demo(folder, "gemlite-int8")
+
+
+@pytest.fixture(scope="module")
+def int4(folder: Path) -> Path:
+    return converted_demo(folder, "gemlite-int4")
+
+
+class _Conformance(BackendSuite):
+    """The package's own suite, with `--deterministic`: the same bits in any batch."""
+
+    target: ClassVar[str]
+    options = LoadOptions(deterministic=True, dtype="bfloat16")
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _convert(cls, folder: Path) -> None:
+        cls.model_file = converted_demo(folder, cls.target)
+
+    def backend(self) -> Backend:
+        return GemliteBackend()
+
+
+class TestInt8Conformance(_Conformance):
+    target = "gemlite-int8"
+
+
+class TestInt4Conformance(_Conformance):
+    target = "gemlite-int4"
+
+
+class TestQuality:
+    def test_int8_answers_like_the_original(self, int8: Path) -> None:
+        for activations in ("16", "8", "auto"):
+            model = GemliteBackend(GemliteSettings(activations=activations)).load(int8, LoadOptions(dtype="bfloat16"))
+            assert golden_rate(model) >= 0.99, activations
+
+    def test_int4_answers_nearly_like_the_original(self, int4: Path) -> None:
+        for activations in ("16", "8"):
+            model = GemliteBackend(GemliteSettings(activations=activations)).load(int4, LoadOptions(dtype="bfloat16"))
+            assert golden_rate(model) >= 0.9, activations
+
+    def test_int8_logits_are_near(self, int8: Path) -> None:
+        prompts = [[5, 7, 9, 11], [13] * 30]
+        original = feed(Fp16Backend().load(demo_model_path(), FLOAT32), prompts)
+        ours = feed(GemliteBackend(GemliteSettings(activations="16")).load(int8, FLOAT32), prompts)
+        assert float((ours - original).norm() / original.norm()) < 0.05
+
+
+class TestChoices:
+    @pytest.mark.parametrize(
+        ("activations", "options", "expected"),
+        [
+            ("auto", LoadOptions(dtype="bfloat16"), "16-bit up to 4 rows, then 8-bit activations"),
+            ("auto", LoadOptions(dtype="bfloat16", deterministic=True), "16-bit activations"),
+            ("16", LoadOptions(dtype="bfloat16"), "16-bit activations"),
+            ("8", LoadOptions(dtype="float32"), "8-bit activations"),
+        ],
+    )
+    def test_the_description_says_what_runs(
+        self, int8: Path, activations: str, options: LoadOptions, expected: str
+    ) -> None:
+        model = GemliteBackend(GemliteSettings(activations=activations)).load(int8, options)
+        assert isinstance(model, Model)
+        for part in ("gemlite int8 on cpu", options.dtype, "linears: ", f", {expected}; "):
+            assert part in model.description
+
+    def test_8_bits_and_deterministic_exclude_each_other(self, int8: Path) -> None:
+        with pytest.raises(StartError, match="activations = 8 and --deterministic exclude each other"):
+            GemliteBackend(GemliteSettings(activations="8")).load(int8, LoadOptions(deterministic=True))
+
+    def test_without_a_compiler_pytorch_serves_and_the_log_says_so_once(self, int4: Path, tmp_path: Path) -> None:
+        printed, logged = run_without_compiler("gemlite", "GemliteBackend", int4, tmp_path)
+        assert "PyTorch reference over" in printed
+        assert printed.splitlines()[-1] == "1"
+        assert logged.count("no C++ compiler found") == 1
+
+    def test_the_setting_comes_from_the_plugins_section(self) -> None:
+        host = PluginHost(Settings(plugins={"gemlite": {"activations": "16"}}))
+        backend = host.create_backend("gemlite")
+        assert isinstance(backend, GemliteBackend)
+        assert backend.settings.activations == "16"
+
+    def test_auto_takes_the_engine_that_a_file_is_for(self, folder: Path, int8: Path, tmp_path: Path) -> None:
+        settings = Settings()
+        host = PluginHost(settings)
+        (tmp_path / "empty.pth").touch()
+        cutlass = converted_demo(folder, "cutlass-w8a16")
+        found = [host.choose_backend(settings, path) for path in (int8, cutlass, demo_model_path())]
+        assert found == ["gemlite", "cutlass", "fp16"]
+        assert host.choose_backend(settings, tmp_path / "empty.pth") == "fp16"
+
+    def test_it_registers_without_importing_torch(self) -> None:
+        code = (
+            "import sys\n"
+            "from rwkv_lightning.plugins.backends import cutlass, gemlite\n"
+            "for each in (gemlite, cutlass):\n"
+            "    each.register_backends(lambda name, factory, description: (print(name), factory()))\n"
+            "assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.split()) == (0, ["gemlite", "cutlass"]), done.stderr
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As far as probing sees."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return monkeypatch
+
+
+class TestErrors:
+    """One sentence with the way out, exit code 1, before a port is opened."""
+
+    engine = ("--inference-engine", "gemlite")
+
+    def test_an_original(self, capsys: pytest.CaptureFixture[str]) -> None:
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(demo_model_path()))
+        assert "is not converted for the gemlite engine: run rwkv-lightning convert" in message
+        assert "--to gemlite-int8" in message
+        assert "--inference-engine fp16" in message
+
+    def test_a_file_for_cutlass(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = converted_demo(folder, "cutlass-w8a16")
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(path))
+        assert "was converted for the cutlass engine: choose --inference-engine cutlass" in message
+
+    def test_its_files_given_to_fp16(self, int8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = serve_refuses(capsys, "--inference-engine", "fp16", "--model-path", str(int8))
+        assert "is quantised: choose --inference-engine gemlite" in message
+
+    def test_a_truncated_file(self, int8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "cut.safetensors"
+        path.write_bytes(int8.read_bytes()[:-1000])
+        (tmp_path / "cut.vocab.txt").write_bytes(int8.with_name(f"{int8.stem}.vocab.txt").read_bytes())
+        assert "truncated or damaged" in serve_refuses(capsys, *self.engine, "--model-path", str(path))
+
+    def test_no_gpu(self, int8: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(int8), "--device", "cuda")
+        assert "choose --device cpu" in message
+
+    def test_a_missing_extra(
+        self, int8: Path, capsys: pytest.CaptureFixture[str], with_a_gpu: pytest.MonkeyPatch
+    ) -> None:
+        with_a_gpu.setattr("importlib.util.find_spec", lambda name: None)
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(int8), "--device", "cuda")
+        assert "pip install 'rwkv-lightning[gemlite]'" in message
+
+    def test_a_shape_that_does_not_divide(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No such file is written, but one may be made by hand."""
+        from benchmarks.checkpoints import ModelShape
+        from rwkv_lightning.core import convert as conversion
+
+        source = make(tmp_path / "odd.pth", ModelShape(1, 72, 16, 16, 16, 32, vocab_size=320, head_size=24))
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, "misfit", lambda *args: None)
+            convert(source, "gemlite-int8", tmp_path / "odd.safetensors")
+        with pytest.raises(CheckpointError, match=r"72 inputs in .* cannot divide into 32s"):
+            GemliteBackend().load(tmp_path / "odd.safetensors", LoadOptions())
+
+    def test_damaged_scales(self, int8: Path, tmp_path: Path) -> None:
+        import dataclasses
+
+        from safetensors.torch import load_file, save_file
+
+        from rwkv_lightning.core.checkpoint import fingerprint
+        from rwkv_lightning.core.quantised_checkpoint import QuantisedCheckpoint
+
+        tensors = load_file(int8)
+        tensors["blocks.0.att.key.scales"][3] = float("nan")
+        manifest = dataclasses.replace(QuantisedCheckpoint.open(int8).manifest, content=fingerprint(tensors))
+        save_file(tensors, tmp_path / "q.safetensors", metadata=manifest.metadata())
+        with pytest.raises(CheckpointError, match=r"holds NaN or infinity in blocks\.0\.att\.key\.weight"):
+            GemliteBackend().load(tmp_path / "q.safetensors", LoadOptions())
+
+
+class TestOnAGpu:
+    """What of it can be seen without one."""
+
+    @pytest.mark.parametrize(
+        ("options", "precision", "scheme", "activations", "expected"),
+        [
+            (LoadOptions(device="cuda", deterministic=True), HALF, "int8", "auto", "add up in no fixed order"),
+            (FLOAT32, Precision(torch.float32, torch.float32, ""), "int8", "auto", "choose --dtype float16"),
+            (LoadOptions(device="cuda"), HALF, "int4", "8", "int4 weights take 16-bit activations on a GPU"),
+        ],
+    )
+    def test_choices_that_cannot_serve(
+        self, options: LoadOptions, precision: Precision, scheme: str, activations: str, expected: str
+    ) -> None:
+        with pytest.raises(StartError, match=expected):
+            gemlite_gpu.gpu_operators(options, precision, scheme, activations)
+
+    def test_the_operator_activates_in_float32(self) -> None:
+        weight = torch.randn(6, 32)
+        layer = ReferenceLinear(weight, torch.float32)
+        linear = gemlite_gpu.GemliteLinear(layer, (6, 32), torch.float32)
+        x = torch.randn(3, 32)
+        assert (linear.in_features, linear.out_features) == (32, 6)
+        for activation in ("none", "relu2", "tanh", "sigmoid"):
+            assert torch.equal(linear(x, activation), layer(x, activation))
+        assert linear(x, dtype=torch.float16).dtype == torch.float16
+        assert linear(x[:0]).shape == (0, 6)
+
+    def test_what_the_autotuner_found_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        loaded: list[str] = []
+
+        def cache_config(path: str) -> None:
+            Path(path).write_text('{"GEMM": 1}')
+
+        fake = types.SimpleNamespace(
+            load_config=lambda path, print_error: loaded.append(path), cache_config=cache_config
+        )
+        monkeypatch.setitem(sys.modules, "gemlite", fake)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A/B 100")
+        monkeypatch.setattr(gemlite_gpu, "_tuned", [])
+        monkeypatch.setenv("RWKV_LIGHTNING_CACHE_DIR", str(tmp_path))
+        gemlite_gpu.load_tuning("cuda")
+        assert loaded == []
+        gemlite.shutdown()
+        kept = tmp_path / "gemlite" / "NVIDIA-A-B-100.json"
+        assert json.loads(kept.read_text()) == {"GEMM": 1}
+        assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+        gemlite_gpu.load_tuning("cuda")
+        assert loaded == [str(kept)]
+
+    def test_a_cache_that_cannot_be_written_is_logged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace())
+        monkeypatch.setattr(gemlite_gpu, "_tuned", [tmp_path / "file" / "x.json"])
+        gemlite_gpu.save_tuning()
+        assert "tuning was not kept" in caplog.text
+
+
+if find_spec("gemlite") and find_spec("triton"):
+
+    def test_gemlite_packs_and_multiplies_what_the_file_holds() -> None:
+        """GemLite's own code in Triton's interpreter, under a pretended device."""
+        script = Path(__file__).with_name("gemlite_without_gpu.py")
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
