@@ -11,7 +11,7 @@ import argparse
 import ctypes
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,14 +31,20 @@ REGISTER_ROUNDS = 2_000_000
 
 
 class Ceilings:
-    """Measures one after the other; each method returns one sample."""
+    """Measures one after the other; each method returns one sample.
 
-    def __init__(self, threads: int) -> None:
+    Args:
+        quick: less data and no matrix as large as the head: some tens of milliseconds, and less trustworthy.
+    """
+
+    def __init__(self, threads: int, quick: bool = False) -> None:
         torch.set_num_threads(threads)
         self.threads = threads
-        self._data = slabs.take(READ_BYTES)
+        self._data = slabs.take(READ_BYTES // 16 if quick else READ_BYTES)
         self._data.random_(0, 256)
-        self._products = {name: products(name) for name in ("bf16", "int8")}
+        self._rounds = REGISTER_ROUNDS // 100 if quick else REGISTER_ROUNDS
+        shapes = SHAPES[:2] if quick else SHAPES
+        self._products = {name: products(name, shapes) for name in ("bf16", "int8")}
 
     def sample(self) -> dict[str, float]:
         """GB/s of memory; GFLOP/s (int8: GOP/s) of products and of the bf16 instruction, 0 for what there is not."""
@@ -51,13 +57,12 @@ class Ceilings:
 
     def memory(self) -> float:
         library = native()
-        address = ctypes.c_void_p(self._data.data_ptr())
         begun = time.perf_counter()
         if library is None:
             self._data.view(torch.int64).sum()
         else:
-            library.rl_read_all(address, ctypes.c_size_t(READ_BYTES), self.threads)
-        return READ_BYTES / (time.perf_counter() - begun) / 1e9
+            library.rl_read_all(self._data.data_ptr(), self._data.nbytes, self.threads)
+        return self._data.nbytes / (time.perf_counter() - begun) / 1e9
 
     def instruction(self) -> float:
         library = native()
@@ -65,15 +70,15 @@ class Ceilings:
             return 0.0
         sink = (ctypes.c_float * self.threads)()
         begun = time.perf_counter()
-        operations: float = library.rl_bf16_operations(ctypes.c_size_t(REGISTER_ROUNDS), self.threads, sink)
+        operations: float = library.rl_bf16_operations(self._rounds, self.threads, sink)
         return operations / (time.perf_counter() - begun) / 1e9
 
 
 class Product:
-    """A matrix product over all of SHAPES: `operations` of each call, and the calls."""
+    """A way to multiply, ready for each of the shapes [N, K]: the operations of each call, and the calls."""
 
-    def __init__(self, make: Callable[[int, int], Callable[[], object]]) -> None:
-        self.calls = [(2.0 * ROWS * n * k, make(n, k)) for n, k in SHAPES]
+    def __init__(self, make: Callable[[int, int], Callable[[], object]], shapes: Sequence[tuple[int, int]]) -> None:
+        self.calls = [(2.0 * ROWS * n * k, make(n, k)) for n, k in shapes]
 
 
 def speed(product: Product) -> float:
@@ -87,11 +92,10 @@ def speed(product: Product) -> float:
     return best
 
 
-def products(kind: str) -> list[Product]:
+def products(kind: str, shapes: Sequence[tuple[int, int]]) -> list[Product]:
     """The ways to multiply in this type."""
-    if kind == "int8":
-        return [Product(_int8)]
-    return [Product(_onednn), Product(_packed), Product(_own)]
+    ways = (_int8,) if kind == "int8" else (_onednn, _packed, _own)
+    return [Product(way, shapes) for way in ways]
 
 
 def _onednn(n: int, k: int) -> Callable[[], object]:
@@ -129,7 +133,9 @@ def native() -> ctypes.CDLL | None:
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([cxx, *FLAGS, str(SOURCE), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
+    library.rl_read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.rl_read_all.restype = ctypes.c_uint64
+    library.rl_bf16_operations.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     library.rl_bf16_operations.restype = ctypes.c_double
     return library
 

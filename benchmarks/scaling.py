@@ -33,13 +33,13 @@ class Machine:
 
 
 # One core: benchmarks.ceilings on a Zen 4 virtual machine; the cards: their makers' figures, dense, not sparse.
-MACHINES = (
-    Machine("CPU, 1 core", 24e9, 30e9, 224e9),
-    Machine("CPU, 16 cores", 128e9, 300e9, 16 * 224e9),
-    Machine("RTX 3090, 24 GB", 24e9, 936e9, 71e12),
-    Machine("RTX 4090, 24 GB", 24e9, 1008e9, 165e12),
-    Machine("H200, 141 GB", 141e9, 4800e9, 989e12),
-)
+MACHINES = {
+    "core": Machine("CPU, 1 core", 24e9, 30e9, 224e9),
+    "server": Machine("CPU, 16 cores", 128e9, 300e9, 16 * 224e9),
+    "3090": Machine("RTX 3090, 24 GB", 24e9, 936e9, 71e12),
+    "4090": Machine("RTX 4090, 24 GB", 24e9, 1008e9, 165e12),
+    "h200": Machine("H200, 141 GB", 141e9, 4800e9, 989e12),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def speed_table() -> Iterator[str]:
     batches = " | ".join(f"{rows} row{'s' * (rows > 1)}" for rows in BATCHES)
     yield f"| machine | model | slots | {batches} | prompt of 512 |"
     yield "|---|---|---" + "|---" * len(BATCHES) + "|---|"
-    for machine in MACHINES:
+    for machine in MACHINES.values():
         for name in NAMES:
             yield f"| {machine.name} | {' | '.join(_speeds(name, machine))} |"
 
@@ -147,9 +147,9 @@ def _count(value: float) -> str:
 def with_tables(text: str) -> str:
     """The document with both tables as they should be, between their marks."""
     for name, lines in (("sizes", size_table()), ("speeds", speed_table())):
-        table = "\n".join(lines)
+        table = "".join(f"{line}\n" for line in lines)
         text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)",
+            rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)",
             lambda mark, table=table: f"{mark[1]}{table}{mark[2]}",  # type: ignore[misc]
             text,
             flags=re.DOTALL,

@@ -178,20 +178,17 @@ def draw(path: Path, results: Sequence[tuple[float, Outcome]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    machines = {
-        machine.name.split(",")[0] if "core" not in machine.name else machine.name: machine for machine in MACHINES
-    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=100_000, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
     parser.add_argument("--shape", choices=SHAPES, default="7.2b")
-    parser.add_argument("--machine", choices=machines, default="H200")
+    parser.add_argument("--machine", choices=MACHINES, default="h200")
     parser.add_argument("--slots", type=int, default=960, help="at most")
     parser.add_argument("--chart", type=Path, help="a PNG to write")
     parser.add_argument("--no-cost", action="store_true", help="leave the scheduler's own cost out")
     options = parser.parse_args(arguments)
-    site = Site(Model(SHAPES[options.shape]), machines[options.machine], options.slots)
-    print(f"{options.shape} on {options.machine}, {site.slots} slots, {options.sessions:,} sessions per load\n")
+    site = Site(Model(SHAPES[options.shape]), MACHINES[options.machine], options.slots)
+    print(f"{options.shape} on {site.machine.name}, {site.slots} slots, {options.sessions:,} sessions per load\n")
     print_loads(results := list(load_table(site, options.sessions, options.loads)))
     if not options.no_cost:
         print_costs()

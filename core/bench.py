@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rwkv_lightning.core.bench_options import Plan, take_plan
-from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, table
+from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, plural, table
 from rwkv_lightning.core.config import load_settings
 from rwkv_lightning.core.config_sources import option_name
 from rwkv_lightning.core.errors import SettingsError
@@ -62,7 +62,7 @@ class Bench:
 
         with loop(self.model, rows, temperature=0) as running:
             running.rate(1)
-            self.measure("decode", f"{rows} rows", "tokens/s", lambda: running.rate_for(self.plan.seconds))
+            self.measure("decode", plural(rows, "row"), "tokens/s", lambda: running.rate_for(self.plan.seconds))
 
     def prefill(self) -> None:
         from rwkv_lightning.core.bench_loop import prefill_rate
@@ -79,7 +79,7 @@ class Bench:
         vocab = self.model.model.config.vocab_size
         for name, sampler in self.model.engine.samplers.items():
             run = sampler_cost(sampler, vocab, SAMPLED_ROWS)
-            self.measure("sampler", f"{name} at its defaults", "us per row", run, better="lower")
+            self.measure("sampler", f"{name}, defaults", "us per row", run, better="lower")
 
     def through_a_server(self, parts: list[str]) -> None:
         from rwkv_lightning.core.bench_http import serve
@@ -109,7 +109,7 @@ class Bench:
             }
             rates = interleaved(ways, self.plan.rounds, lambda way: self.note(f"http: {streams} streams, {way}"))
         share = statistics.median(rates["http"]) / statistics.median(rates["loop"])
-        self.add("http", f"{streams} streams", "tokens/s", rates["http"], note=f"{share:.0%} of the engine's loop")
+        self.add("http", plural(streams, "stream"), "tokens/s", rates["http"], note=f"{share:.0%} of the engine's loop")
 
     def ttft(self, server: Server) -> None:
         from rwkv_lightning.core.bench_http import first_token_beside
@@ -192,9 +192,9 @@ def run(options: dict[str, Any]) -> None:
     plan, json_file, shape = take_plan(options), options.pop("json"), options.pop("shape")
     settings = load_settings(with_model(options, shape))
     report = measured(settings, plan)
-    console = Console()
+    console = wide_console()
     for name, value in report.facts.items():
-        console.print(f"[bold]{name:9}[/] {value}", highlight=False)
+        console.print(f"[bold]{name:9}[/] {value}", soft_wrap=True)
     console.print(table(report))
     if json_file:
         report.save(json_file)
@@ -234,9 +234,15 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield note
 
 
+def wide_console() -> Console:
+    """Standard output; a pipe takes lines of any length."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
 def print_comparison(first: Path, then: Path) -> None:
     reports = Report.read(first), Report.read(then)
-    console = Console()
+    console = wide_console()
     for sentence in differing_facts(*reports):
-        console.print(f"differs in {sentence}", highlight=False)
+        console.print(f"differs in {sentence}", soft_wrap=True)
     console.print(comparison(*reports, (str(first), str(then))))

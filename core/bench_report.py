@@ -77,6 +77,11 @@ def _facts(content: Any) -> dict[str, str]:
     return dict(content["facts"])
 
 
+def plural(count: int, noun: str) -> str:
+    """'1 row', '8 rows'"""
+    return f"{count} {noun}{'s' * (count > 1)}"
+
+
 def number(value: float) -> str:
     """Three significant digits below a thousand, whole numbers from there."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -86,7 +91,7 @@ def table(report: Report) -> Table:
     """All figures, part by part."""
     grid = Table(box=None, pad_edge=False)
     for heading in ("what", "", "figure", "", "spread", ""):
-        grid.add_column(heading, justify="right" if heading in ("figure", "spread") else "left")
+        grid.add_column(heading, justify="right" if heading in ("figure", "spread") else "left", no_wrap=True)
     before = ""
     for figure in report.figures:
         part, before = ("" if figure.part == before else figure.part), figure.part

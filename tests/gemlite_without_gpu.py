@@ -43,9 +43,9 @@ class PretendedDriver:
 
 
 def pretend() -> None:
-    triton.runtime.driver.set_active(PretendedDriver())  # type: ignore[no-untyped-call]
+    triton.runtime.driver.set_active(PretendedDriver())
     properties = types.SimpleNamespace(name="none", multi_processor_count=1, major=8, minor=0)
-    torch.cuda.get_device_capability = lambda *args: (8, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *args: (8, 0)
     torch.cuda.get_device_properties = lambda *args: properties  # type: ignore[assignment]
 
 

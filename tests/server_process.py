@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ class ServerProcess:
         """The sum of a metric's samples."""
         text = self.client.get("/metrics").text
         return sum(float(m) for m in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Until something that the server reports has come true."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {self.client.get('/v1/health').text}"
+            time.sleep(0.01)
 
     def wait_idle(self, seconds: float = 10.0) -> None:
         """Until no row runs or waits and every slot is free."""

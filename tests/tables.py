@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fastapi.routing
+
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.host import PluginHost
 from rwkv_lightning.core.http import read_call, require_password

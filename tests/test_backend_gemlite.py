@@ -27,6 +27,7 @@ from rwkv_lightning.plugins.backends import gemlite, gemlite_gpu
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
 from rwkv_lightning.plugins.backends.gemlite import GemliteBackend, GemliteSettings
 from rwkv_lightning.plugins.backends.precision import Precision
+from server_process import ServerProcess
 
 FLOAT32 = LoadOptions(dtype="float32")
 HALF = Precision(torch.float16, torch.float16, "float16")
@@ -45,6 +46,10 @@ def int8(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def int4(folder: Path) -> Path:
     return converted_demo(folder, "gemlite-int4")
+
+
+def backend(activations: str) -> GemliteBackend:
+    return GemliteBackend(GemliteSettings.model_validate({"activations": activations}))
 
 
 class _Conformance(BackendSuite):
@@ -73,18 +78,18 @@ class TestInt4Conformance(_Conformance):
 class TestQuality:
     def test_int8_answers_like_the_original(self, int8: Path) -> None:
         for activations in ("16", "8", "auto"):
-            model = GemliteBackend(GemliteSettings(activations=activations)).load(int8, LoadOptions(dtype="bfloat16"))
+            model = backend(activations).load(int8, LoadOptions(dtype="bfloat16"))
             assert golden_rate(model) >= 0.99, activations
 
     def test_int4_answers_nearly_like_the_original(self, int4: Path) -> None:
         for activations in ("16", "8"):
-            model = GemliteBackend(GemliteSettings(activations=activations)).load(int4, LoadOptions(dtype="bfloat16"))
+            model = backend(activations).load(int4, LoadOptions(dtype="bfloat16"))
             assert golden_rate(model) >= 0.9, activations
 
     def test_int8_logits_are_near(self, int8: Path) -> None:
         prompts = [[5, 7, 9, 11], [13] * 30]
         original = feed(Fp16Backend().load(demo_model_path(), FLOAT32), prompts)
-        ours = feed(GemliteBackend(GemliteSettings(activations="16")).load(int8, FLOAT32), prompts)
+        ours = feed(backend("16").load(int8, FLOAT32), prompts)
         assert float((ours - original).norm() / original.norm()) < 0.05
 
 
@@ -101,14 +106,14 @@ class TestChoices:
     def test_the_description_says_what_runs(
         self, int8: Path, activations: str, options: LoadOptions, expected: str
     ) -> None:
-        model = GemliteBackend(GemliteSettings(activations=activations)).load(int8, options)
+        model = backend(activations).load(int8, options)
         assert isinstance(model, Model)
-        for part in ("gemlite int8 on cpu", options.dtype, "linears: ", f", {expected}; "):
+        for part in ("int8 weights, ", options.dtype, "linears: ", f", {expected}; "):
             assert part in model.description
 
     def test_8_bits_and_deterministic_exclude_each_other(self, int8: Path) -> None:
         with pytest.raises(StartError, match="activations = 8 and --deterministic exclude each other"):
-            GemliteBackend(GemliteSettings(activations="8")).load(int8, LoadOptions(deterministic=True))
+            backend("8").load(int8, LoadOptions(deterministic=True))
 
     def test_without_a_compiler_pytorch_serves_and_the_log_says_so_once(self, int4: Path, tmp_path: Path) -> None:
         printed, logged = run_without_compiler("gemlite", "GemliteBackend", int4, tmp_path)
@@ -141,6 +146,18 @@ class TestChoices:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout.split()) == (0, ["gemlite", "cutlass"]), done.stderr
+
+
+def test_a_server_answers_from_a_converted_file(int8: Path) -> None:
+    """`--inference-engine auto` finds the engine, and the vocabulary came along."""
+    prompt = "User: What is the capital of France?\n\nAssistant: <think>\n</think>\n"
+    options = ("--inference-engine", "auto", "--model-path", str(int8), "--state-store", "none")
+    with ServerProcess(*options) as server:
+        body = {"contents": [prompt], "max_tokens": 40, "temperature": 0}
+        answer = server.post("/v1/chat/completions", body)
+        assert "int8 weights" in server.log()
+    assert answer.status_code == 200
+    assert "Paris" in answer.text
 
 
 @pytest.fixture

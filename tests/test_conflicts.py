@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-
 from openai_calls import CAPITAL, PARIS, PLAIN, chat, client_of, raw_stream
+
 from server_process import ServerProcess, sse_events
 
 CHAT = "/v1/chat/completions"
@@ -98,7 +98,8 @@ def test_4_the_body_alone_decides(
     if status == 400:
         both = bool(body.get("messages")) and bool(body.get("contents"))
         assert answer.json()["error"]["param"] == (None if both else "messages")
-        assert ("messages" in answer.text) and ("contents" in answer.text) == both
+        assert "messages" in answer.text
+        assert ("contents" in answer.text) == both
 
 
 def test_4_either_group_alone_owns_the_path() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -384,14 +385,14 @@ class TestOpening:
             tensors = load_file(converted.path)
             change(tensors)
             path = self.resealed(converted, tensors, tmp_path / "q.safetensors")
-            assert expected in refusal(lambda path=path: QuantisedCheckpoint.open(path))
+            assert expected in refusal(partial(QuantisedCheckpoint.open, path))
 
     def test_truncated_files(self, converted: QuantisedCheckpoint, tmp_path: Path) -> None:
         content = converted.path.read_bytes()
         for length in (4, 500, len(content) // 2, len(content) - 1):
             path = tmp_path / "q.safetensors"
             path.write_bytes(content[:length])
-            assert "truncated or damaged" in refusal(lambda path=path: QuantisedCheckpoint.open(path))
+            assert "truncated or damaged" in refusal(partial(QuantisedCheckpoint.open, path))
 
     def test_another_engines_file(self, converted: QuantisedCheckpoint) -> None:
         own = converted.manifest.engine

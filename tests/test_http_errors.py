@@ -274,7 +274,7 @@ def test_protect_all() -> None:
 
 def test_a_full_queue_answers_503_and_loses_nothing() -> None:
     with ServerProcess("--max-batch", "2", "--max-waiting", "4") as server:
-        big = {"contents": ["Once upon a time"] * 40, "max_tokens": 100, "stop_tokens": [], "temperature": 5}
+        big = {"contents": ["Once upon a time"] * 2000, "max_tokens": 200, "stop_tokens": [], "temperature": 5}
         with server.client.stream("POST", "/big_batch/completions", json=big) as running:
             next(running.iter_lines())
             refused = server.post("/v2/chat/completions", {"contents": ["a"], "max_tokens": 1})
@@ -282,5 +282,5 @@ def test_a_full_queue_answers_503_and_loses_nothing() -> None:
             assert int(refused.headers["retry-after"]) >= 1
             assert "waiting" in refused.json()["error"]
         server.wait_idle()
-        served = server.post("/big_batch/completions", {**big, "max_tokens": 3})
+        served = server.post("/big_batch/completions", {**big, "contents": ["A"] * 9, "max_tokens": 3})
         assert sse_events(served)[-1] == "[DONE]"

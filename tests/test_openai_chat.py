@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-
 from openai_calls import CAPITAL, COUNT, PARIS, PLAIN, STORY, chat, client_of, joined, raw_stream, streamed
+
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.request import Event, FinishReason
 from rwkv_lightning.core.text.chat import ChatMessage, chat_prompt
@@ -85,7 +85,8 @@ def test_3_usage_comes_last_and_only_when_asked_for(server: ServerProcess) -> No
     *others, last = chunks
     assert last["choices"] == []
     whole = server.post(CHAT, body).json()["usage"]
-    assert {**last["usage"], "prompt_tokens_details": whole["prompt_tokens_details"]} == whole  # the second finds a prefix
+    cached = {"prompt_tokens_details": whole["prompt_tokens_details"]}  # the second call finds the first one's prompt
+    assert {**last["usage"], **cached} == whole
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in others)
     assert not any("usage" in chunk for chunk in raw_stream(server, CHAT, body))
     refused = server.post(CHAT, {**body, "stream_options": {"include_usage": True}})

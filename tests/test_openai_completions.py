@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-
 from openai_calls import PLAIN, client_of, complete, raw_stream, streamed
+
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.text.vocabulary import Vocabulary, find_for
 from server_process import ServerProcess

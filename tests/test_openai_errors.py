@@ -1,4 +1,4 @@
-"""Errors of the OpenAI group: the envelope, the client's exceptions, retries, errors inside streams (cases 12 to 14)."""
+"""Errors of the OpenAI group: envelope, the client's exceptions, retries, errors inside streams (cases 12 to 14)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-
 from conftest import InstallPlugin
 from openai_calls import CAPITAL, PARIS, PLAIN, chat, client_of
+
 from server_process import ServerProcess, sse_events
 
 CHAT = "/v1/chat/completions"
@@ -357,10 +357,9 @@ def check_with_client(client: openai.OpenAI, kind: str, status: int, code: str) 
         chat(client, **fields)
     assert (whole.value.status_code, whole.value.code, whole.value.type) == (status, code, "server_error")
     texts = []
+    choices = (choice for chunk in chat(client, stream=True, **fields) for choice in chunk.choices)
     with pytest.raises(openai.APIError) as cut:
-        for chunk in chat(client, stream=True, **fields):
-            texts += [choice.delta.content for choice in chunk.choices]
-            assert all(choice.finish_reason is None for choice in chunk.choices)
+        texts.extend(choice.delta.content for choice in choices if choice.finish_reason is None)
     assert len("".join(filter(None, texts))) == 3, "what came before is kept"
     assert (cut.value.code, cut.value.type) == (code, "server_error")
     assert cut.value.message == whole.value.message.partition(" - ")[2]
@@ -415,8 +414,8 @@ def test_13_retries(troubled: ServerProcess) -> None:
 
     sent: list[httpx.Request] = []
     http = httpx.Client(event_hooks={"request": [sent.append]})
+    eager = client_of(troubled, max_retries=2, http_client=http)
     with pytest.raises(openai.InternalServerError) as full:
-        eager = client_of(troubled, max_retries=2, http_client=http)
         chat(eager, extra_body={"sampler": "fails-memory"})
     assert full.value.response.headers["x-should-retry"] == "false"
     assert len(sent) == 1

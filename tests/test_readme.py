@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import tables
+
 from server_process import ServerProcess
 
 ROOT = Path(__file__).parents[1]

@@ -381,6 +381,37 @@ class TestKeeper:
         assert len(offered) == 2
 
 
+class TestSharedBeginnings:
+    """Rows whose prompts begin alike: one reads for the others."""
+
+    STEM = tuple(range(1, 25))
+
+    def test_what_is_alike_is_read_once_also_in_parts(self) -> None:
+        """Three rows share 24 tokens, two of them 20 more."""
+        more = tuple(range(30, 50))
+        world = World(4, prefill_budget=512, chunk=100)
+        world.add("a", [(*self.STEM, 70), (*self.STEM, *more, 71), (*self.STEM, *more, 72)], max_tokens=1)
+        world.drain()
+        assert world.runner.fed == 24 + 20 + 3
+        assert world.reasons("a") == [LENGTH] * 3
+
+    @pytest.mark.parametrize("slots", [1, 2, 4])
+    @pytest.mark.parametrize("failing", range(1, 5))
+    def test_any_failing_step_ends_every_row_that_has_no_good_state(self, slots: int, failing: int) -> None:
+        """Also those that were to copy one in it, and those that wait for one of them: nobody goes on from nothing."""
+        more = tuple(range(30, 50))
+        prompts = [(*self.STEM, 70, 75), (*self.STEM, *more, 71), (*self.STEM, *more, 72), (*self.STEM, *more, 71)]
+        world = World(slots, prefill_budget=24, chunk=12)
+        world.add("a", prompts, max_tokens=2)
+        world.turns(failing - 1)
+        step = world.plan()
+        assert step is not None
+        world.fail(step, RuntimeError("broken"))
+        world.drain()
+        assert len(world.reasons("a")) == 4
+        assert ERROR in world.reasons("a")
+
+
 class TestMisuse:
     def test_a_request_is_added_once(self) -> None:
         world = World(1)

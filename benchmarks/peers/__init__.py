@@ -63,6 +63,7 @@ PREFILL = "prefill 512"
 CONTENDERS = {
     "ours bf16": Contender("ours", {"engine": "fp16"}),
     "ours bf16, sampler V1": Contender("ours", {"engine": "fp16", "sampler": "v1"}, columns=("64", "960")),
+    "ours bf16, no scheduler": Contender("ours", {"engine": "fp16", "bare": True}, columns=("1", "64", "960")),
     "ours int8": Contender("ours", {"engine": "gemlite"}, roofline="int8"),
     "ours HTTP": Contender("http", {}, columns=("1", "8", "64", "256", "960")),
     "llama.cpp bf16": Contender("llama", {"kind": "bf16"}, most=256),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from itertools import count as counter
 from pathlib import Path
 
+import torch
+
 from rwkv_lightning.core import bench_loop
 from rwkv_lightning.core.config import Settings
+from rwkv_lightning.core.interfaces import Batch
 
 SEEDS = counter(1)
 CONVERTED = {"gemlite": "gemlite-int8"}  # engines whose file is converted first, and for which target
 
 
-def missing(engine: str, sampler: str | None = None) -> str | None:
+def missing(engine: str, **options: object) -> str | None:
     """Why this engine cannot be measured, if so."""
     plugins = {entry.name for entry in entry_points(group="rwkv_lightning")}
     return None if engine in plugins else f"this installation has no engine {engine}"
@@ -39,20 +43,41 @@ def settings_for(checkpoint: Path, threads: int, engine: str) -> Settings:
 
 
 class Peer:
-    """Args: engine: the backend's name; sampler: drawn from at its defaults; None for greedy."""
+    """Args: engine: the backend's name; sampler: drawn from at its defaults, None for greedy; bare: no scheduler."""
 
-    def __init__(self, checkpoint: Path, threads: int, engine: str, sampler: str | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, threads: int, engine: str, sampler: str | None = None, bare: bool = False
+    ) -> None:
         before = peak_bytes()
         self.model = bench_loop.load(settings_for(checkpoint, threads, engine))
-        self.load_bytes = peak_bytes() - before
+        self.loading, self.loaded = peak_bytes() - before, current_bytes()
         self.sampler = (sampler, {}) if sampler else (bench_loop.GREEDY, {"temperature": 0})
+        self.bare = bare
         self.prefill(512)  # makes the buffers
 
     def decode(self, rows: int, seconds: float) -> float:
+        if self.bare:
+            return self._forward_and_draw(rows, seconds)
         name, values = self.sampler
         with bench_loop.loop(self.model, rows, name, **values) as running:
             running.rate(1)
             return running.rate_for(seconds)
+
+    def _forward_and_draw(self, rows: int, seconds: float) -> float:
+        """Tokens per second of nothing but the model's forward over a batch made once, and the sampler."""
+        name, values = self.sampler
+        sampler, runner = self.model.engine.samplers[name], self.model.engine.runner
+        options = sampler.validate(values)
+        members = [sampler.open(options, 0, row) for row in range(rows)]
+        offsets = torch.arange(rows + 1, dtype=torch.int32)
+        batch = Batch(torch.ones(rows, dtype=torch.int32), offsets, offsets[:-1], torch.arange(rows))
+        for _ in range(2):
+            sampler.sample(runner.model.forward(batch, runner.states), members)
+        begun, steps = time.perf_counter(), 0
+        while steps < 2 or time.perf_counter() - begun < seconds:
+            sampler.sample(runner.model.forward(batch, runner.states), members)
+            steps += 1
+        return rows * steps / (time.perf_counter() - begun)
 
     def prefill(self, tokens: int) -> float:
         return bench_loop.prefill_rate(self.model, tokens, next(SEEDS))
@@ -61,12 +86,10 @@ class Peer:
         return bench_loop.generate(self.model, [tuple(prompt)], count)[0]
 
     def memory(self, rows: int) -> dict[str, float]:
-        """Bytes: peak growth of the process while loading, and what `rows` running rows take beyond that peak."""
-        loaded = current_bytes()
+        """Bytes: growth of the process at most while loading, mapped file included, and with `rows` rows running."""
         with bench_loop.loop(self.model, rows, temperature=0) as running:
             running.rate(2)
-            running_bytes = current_bytes()
-        return {"loading": self.load_bytes, "rows": running_bytes - loaded}
+            return {"loading": self.loading, "rows": current_bytes() - self.loaded}
 
 
 def peak_bytes() -> int:

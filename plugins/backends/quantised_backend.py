@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rwkv_lightning.core.quantised_checkpoint import QuantisedCheckpoint
+from rwkv_lightning.core.errors import CheckpointError
+from rwkv_lightning.core.layout import engine_of
 from rwkv_lightning.core.rwkv7 import RWKV7
+from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.plugins.backends.precision import Precision
 from rwkv_lightning.plugins.backends.quantised_weights import QuantisedSource
 from rwkv_lightning.plugins.backends.weights import loading_bar
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import Linear, LoadOptions, Model
+    from rwkv_lightning.core.quantised_checkpoint import QuantisedCheckpoint
     from rwkv_lightning.kernels.quantisation import QuantisedWeight
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ def load_model(
             device=device,
             dtype=precision.dtype,
             state_dtype=precision.state_dtype,
-            description=f"{manifest.engine} {manifest.scheme} on {device}: {precision.why}; linears: {operators.why}",
+            description=f"{manifest.scheme} weights, {precision.why}; linears: {operators.why}",
         )
     log.info("loaded %s in %.2f s", checkpoint.path.name, time.perf_counter() - start)
     return model
@@ -60,10 +63,6 @@ def load_model(
 
 def engine_for(path: Path) -> str | None:
     """The engine that a converted file names; None for any other file."""
-    from rwkv_lightning.core.errors import CheckpointError
-    from rwkv_lightning.core.layout import engine_of
-    from rwkv_lightning.core.tensor_file import open_tensors
-
     try:
         return engine_of(open_tensors(path).metadata)
     except CheckpointError:  # loading will say it

@@ -21,8 +21,8 @@ def sparse(rows: int, depth: int) -> torch.Tensor:
     return (noise(2, rows, depth) - 1.2).relu().square().to(DEVICE, DTYPE)
 
 
-@pytest.mark.parametrize("rows", [1, 3, TINY, TINY + 1])
-@pytest.mark.parametrize(("columns", "depth"), [(40, 96), (130, 700)])
+@pytest.mark.parametrize("rows", [1, TINY, TINY + 1])
+@pytest.mark.parametrize(("columns", "depth"), [(40, 96), (130, 560)])
 def test_skipping_zeros_changes_nothing(rows: int, columns: int, depth: int) -> None:
     x, weight = sparse(rows, depth), noise(1, columns, depth).to(DEVICE, DTYPE)
     linear = SparseInputLinear(weight, DTYPE, why="a test")

@@ -104,6 +104,6 @@ def test_what_a_kernel_would_misread_is_refused() -> None:
         FORMS.wkv7(case.weights, 2)(case.given, case.v_first, strided, rows_of([2], [0]), torch.empty(2, 32))
     with pytest.raises(ValueError, match="out must be contiguous"):
         FORMS.wkv7(case.weights, 2)(case.given, case.v_first, case.state, rows_of([2], [0]), torch.empty(3, 32))
+    given = case.given._replace(v_mix=None)
     with pytest.raises(ValueError, match="v_mix is None in the first layer"):
-        given = case.given._replace(v_mix=None)
         FORMS.wkv7(case.weights, 2)(given, case.v_first, case.state, rows_of([2], [0]), torch.empty(2, 32))

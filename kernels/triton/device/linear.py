@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gathered_product(
     x, weight, partial, rows, depth, columns, per_split, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def gathered_product(
     tl.store(partial + (split * rows + row) * columns + n, total, mask=n < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def sum_splits(partial, out, rows, columns, stride, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """out[row] = the sum of its partial products, always in the same order: grid (N / BLOCK_N, T)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

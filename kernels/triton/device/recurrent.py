@@ -54,7 +54,7 @@ def _interpolate(h, before, mix, out, token, tokens, at, inside, COUNT: tl.const
         tl.store(place, (h + (before - h) * share).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # it changes from step to step, and compiling again would stop the server
 def shift_mix_decode(
     x, delta, weight, bias, mix, shift, slots, out, tokens,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -82,7 +82,7 @@ def add_norm(x, delta, weight, bias, normed, WIDTH: tl.constexpr, BLOCK: tl.cons
     tl.store(normed + token * WIDTH + at, h, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def shift_mix_ragged(
     normed, mix, shift, offsets, slots, row_of, out, tokens,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,

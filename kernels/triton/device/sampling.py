@@ -310,7 +310,7 @@ def _choose(y, w, kept, lanes, best, temperature, most, share, total, padded, vo
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def draw(
     logits, stride, vocabulary, padded, words, numbers, starts, ids, counted, y, w, kept, tokens,
     RULE: tl.constexpr, BLOCK: tl.constexpr,
