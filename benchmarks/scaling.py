@@ -19,6 +19,7 @@ from rwkv_lightning.core.random_checkpoint import SHAPES, ModelShape
 BATCHES = (1, 8, 64, 256, 960)
 NAMES = ("0.1b", "0.4b", "1.5b", "2.9b", "7.2b", "13.3b")
 DEVICE_SHARE = 0.9  # of a device's memory that weights and states may take; the rest is buffers and the system
+LAST = 3  # matrices that are needed where logits are wanted only: the last feed-forward's two and the head
 KEPT_FLOAT32 = 4  # bytes of an element of the shift states
 
 
@@ -56,7 +57,7 @@ class Model:
     state_bytes: int = 2
 
     def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of every matrix that a token is multiplied with; the head is the last one."""
+        """(rows, columns) of every matrix that a token is multiplied with; the last feed-forward and the head last."""
         return matrices_of(self.shape)
 
     def weights(self) -> float:
@@ -76,9 +77,10 @@ class Model:
         """Seconds of a step over `rows` states, `tokens` tokens (rows) and `logits` tokens with logits (tokens)."""
         tokens = rows if tokens is None else tokens
         logits = tokens if logits is None else logits
-        *body, head = self.matrices()
-        counts = [*((n, k, tokens) for n, k in body), (*head, logits)]
-        products = sum(self._product(machine, n, k, count) for n, k, count in counts if count)
+        matrices = self.matrices()
+        counts = [tokens] * (len(matrices) - LAST) + [logits] * LAST
+        pairs = zip(matrices, counts, strict=True)
+        products = sum(self._product(machine, n, k, count) for (n, k), count in pairs if count)
         return products + 2 * rows * self.state() / machine.bandwidth
 
     def _product(self, machine: Machine, n: int, k: int, tokens: int) -> float:

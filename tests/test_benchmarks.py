@@ -57,10 +57,11 @@ class TestScaling:
         assert model.step(machine, 1) == pytest.approx((2 * elements + 2 * model.state()) / 100e9)
         assert model.step(machine, 960) == pytest.approx(960 * (2 * elements / 1e12 + 2 * model.state() / 100e9))
 
-    def test_a_prompt_needs_the_head_once(self) -> None:
+    def test_a_prompt_needs_the_head_and_the_last_feed_forward_once(self) -> None:
         model = Model(SHAPES["0.1b"])
         machine = Machine("m", 1e12, 1e18, 1e12)
-        *body, _ = model.matrices()
+        *body, key, value, head = model.matrices()
+        assert (key, value, head) == ((3072, 768), (768, 3072), (65536, 768))
         expected = 512 / (2 * 512 * sum(n * k for n, k in body) / 1e12)
         assert model.prefill(machine, 512) == pytest.approx(expected, rel=0.01)
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+
 from server_process import ServerProcess
 
 STORY = {"contents": ["Once upon a time"], "stop_tokens": [], "temperature": 1, "top_p": 1, "top_k": 0, "stream": True}

@@ -272,7 +272,7 @@ class StateCache:
                 return found
             kept = Kept.of(record)
             kept.users = 1
-            if True:
+            if not loading.void:
                 kept.current = True
                 self.host.put(kept)
             return kept

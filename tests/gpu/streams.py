@@ -1,7 +1,7 @@
 """A server under many streams: `python tests/gpu/streams.py SHAPE [--streams 960] [--seconds 60]`; SHAPE may be demo.
 
-Every stream is a connection of its own that asks for one endless answer and reads it as it comes. Tokens are counted by
-the server once all streams run. Prints a table row.
+Every stream is a connection of its own that asks for an endless answer and reads it as it comes; one that ends is
+followed by another. Tokens are counted by the server once all have begun. Prints a table row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,44 +29,46 @@ ENDLESS = {"stream": True, "max_tokens": 100_000, "stop_tokens": [], "temperatur
 def request(row: int) -> bytes:
     """A POST as it goes over the wire."""
     body = json.dumps({**ENDLESS, "contents": [f"Row {row}"]}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def read_stream(url: str, row: int) -> int:
-    """Read until the server ends the answer; the number of bytes."""
-    address, read = urlsplit(url), 0
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    try:
-        writer.write(request(row))
-        while part := await reader.read(1 << 16):
-            read += len(part)
-    finally:
-        writer.close()
-    return read
+async def read_streams(url: str, row: int) -> None:
+    """One stream after the other, until cancelled: a random model may end an answer at any token."""
+    address = urlsplit(url)
+    while True:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        try:
+            writer.write(request(row))
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError(f"a stream was refused: {status.decode()}")
+            while await reader.read(1 << 16):
+                continue
+        finally:
+            writer.close()
 
 
-async def counted(server: ServerProcess) -> tuple[float, float]:
-    """(now, tokens generated so far)."""
-    return time.perf_counter(), await asyncio.to_thread(server.metric, "generation_tokens_total")
+async def metric(server: ServerProcess, name: str) -> float:
+    return await asyncio.to_thread(server.metric, name)
 
 
 async def rate(server: ServerProcess, streams: int, seconds: float) -> float:
-    """Tokens per second over all streams."""
-    readers = [asyncio.create_task(read_stream(server.url, row)) for row in range(streams)]
+    """Tokens per second over all streams, once as many have begun."""
+    readers = [asyncio.create_task(read_streams(server.url, row)) for row in range(streams)]
     try:
-        while await asyncio.to_thread(server.metric, "num_requests_running") < streams:
-            if ended := [reader for reader in readers if reader.done()]:
-                raise RuntimeError(f"a stream ended by itself: {ended[0].exception() or ended[0].result()}")
-            await asyncio.sleep(0.2)
-        begun, before = await counted(server)
+        while await metric(server, "time_to_first_token_seconds_count") < streams:
+            for reader in readers:
+                if reader.done():
+                    reader.result()  # raises
+            await asyncio.sleep(0.1)
+        begun, before = time.perf_counter(), await metric(server, "generation_tokens_total")
         await asyncio.sleep(seconds)
-        now, after = await counted(server)
+        now, after = time.perf_counter(), await metric(server, "generation_tokens_total")
     finally:
         for reader in readers:
             reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.gather(*readers, return_exceptions=True)
     return (after - before) / (now - begun)
 
 
