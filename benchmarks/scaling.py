@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -77,11 +78,11 @@ class Model:
         """Seconds of a step over `rows` states, `tokens` tokens (rows) and `logits` tokens with logits (tokens)."""
         tokens = rows if tokens is None else tokens
         logits = tokens if logits is None else logits
-        matrices = self.matrices()
-        counts = [tokens] * (len(matrices) - LAST) + [logits] * LAST
-        pairs = zip(matrices, counts, strict=True)
-        products = sum(self._product(machine, n, k, count) for (n, k), count in pairs if count)
-        return products + 2 * rows * self.state() / machine.bandwidth
+        early, late = (
+            sum(number * self._product(machine, n, k, count) for (n, k), number in group) if count else 0.0
+            for group, count in zip(grouped(self.shape), (tokens, logits), strict=True)
+        )
+        return early + late + 2 * rows * self.state() / machine.bandwidth
 
     def _product(self, machine: Machine, n: int, k: int, tokens: int) -> float:
         return max(2 * n * k * tokens / machine.products, n * k * self.weight_bytes / machine.bandwidth)
@@ -101,6 +102,13 @@ def matrices_of(shape: ModelShape) -> list[tuple[int, int]]:
     head = sizes.pop("head.weight")
     del sizes["emb.weight"]
     return [*((a, b) for a, b in sizes.values()), (head[0], head[1])]
+
+
+@cache
+def grouped(shape: ModelShape) -> tuple[list[tuple[tuple[int, int], int]], ...]:
+    """How many matrices of each size there are, and of those needed for logits only."""
+    matrices = matrices_of(shape)
+    return tuple(list(Counter(part).items()) for part in (matrices[:-LAST], matrices[-LAST:]))
 
 
 def size_table() -> Iterator[str]:

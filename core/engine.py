@@ -104,7 +104,7 @@ class Engine:
         metrics.watch(
             {
                 "num_requests_running": lambda: scheduler.num_running,
-                "num_requests_waiting": lambda: scheduler.num_waiting + scheduler.num_swapped,
+                "num_requests_waiting": lambda: scheduler.num_waiting + scheduler.num_swapped + self._held,
                 "slots_used": lambda: scheduler.num_running,
                 "slots_cached": lambda: scheduler.ledger.used - scheduler.num_running,
                 "slots_total": lambda: scheduler.ledger.total,
@@ -112,6 +112,10 @@ class Engine:
         )
 
     # --- the event loop's side ---
+
+    @property
+    def _held(self) -> int:
+        return 0 if self.states is None else len(self.states.coming)
 
     @property
     def alive(self) -> bool:
@@ -158,7 +162,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished rows before the next step; its terminal events still come."""
-        self._inbox.put(lambda: self.scheduler.abort(request_id))
+        self._inbox.put(lambda: self._abort(request_id))
 
     def _accept(self, request: GenerationRequest) -> RequestStream:
         self._check_admission(len(request.prompts))
@@ -227,7 +231,13 @@ class Engine:
             time.sleep(NO_SLOT_SECONDS)
             return
         self._emit(self._carry_out(step))
+        self._add_released()
         self.metrics.engine_step.observe(time.perf_counter() - begun)
+
+    def _add_released(self) -> None:
+        """Requests that waited for another one to read their prompts' beginnings."""
+        for request in self.states.coming.released() if self.states is not None else ():
+            self._emit(self._add(request))
 
     def _carry_out(self, step: Step) -> list[Event]:
         try:
@@ -258,19 +268,30 @@ class Engine:
             if command is None:
                 return False
             self._emit(command())
+            self._add_released()
         return True
 
     def _add(self, request: GenerationRequest) -> list[Event]:
+        if self.states is not None and self.states.hold(request):
+            return []
         try:
-            self.scheduler.add(request, self._open_rows(request))
+            sequences = self.scheduler.add(request, self._open_rows(request))
+            if self.states is not None:
+                self.states.began(sequences)
         except Exception as error:
             failure = describe_failure(error)
             rows = range(len(request.prompts))
             return [Event(request.id, i, finish_reason=FinishReason.ERROR, error=failure) for i in rows]
         return []
 
+    def _abort(self, request_id: str) -> list[Event]:
+        held = self.states.coming.cancel(request_id) if self.states is not None else None
+        if held is None:
+            return self.scheduler.abort(request_id)
+        return [Event(request_id, i, finish_reason=FinishReason.ABORT) for i in range(len(held.prompts))]
+
     def _cut(self, request_id: str, error: RequestError) -> list[Event]:
-        return [replace(event, error=error) for event in self.scheduler.abort(request_id)]
+        return [replace(event, error=error) for event in self._abort(request_id)]
 
     def _open_rows(self, request: GenerationRequest) -> list[RowParts]:
         params = request.params

@@ -93,7 +93,7 @@ class Scheduler:
         """No unfinished row is left."""
         return not self._groups
 
-    def add(self, request: GenerationRequest, rows: typing.Sequence[RowParts]) -> None:
+    def add(self, request: GenerationRequest, rows: typing.Sequence[RowParts]) -> list[Sequence]:
         """Line a request's rows up, one `RowParts` per prompt. What their prompts have in common is read once."""
         self._check_new(request, rows)
         group = self._groups[request.id] = Group(request)
@@ -102,6 +102,7 @@ class Scheduler:
         group.line.extend(share_prompts(list(group.rows.values())))
         self._seats.enter(len(rows))
         self._seats.turns.rank(group)
+        return list(group.rows.values())
 
     def abort(self, request_id: str) -> list[Event]:
         """End all unfinished rows of a request, wherever they are. Unknown and finished requests have none."""

@@ -175,7 +175,7 @@ class Sequence:
         self.row = row
         self.prompt = group.request.prompts[row]
         self.sampler, self.sampler_row, self.output, self.snapshot, self.cached, self.ready, captures = parts
-        self.captures = frozenset(captures)
+        self.captures = set(captures)
         self.marks = [position for position in reversed(captures) if position > self.cached]
         self.state = State.WAITING
         self.finish_reason: FinishReason | None = None
@@ -204,13 +204,22 @@ class Sequence:
         """Prompt tokens that the step at hand may feed."""
         return (self.marks[-1] if self.marks else len(self.prompt)) - self.prefilled
 
+    def capture_at(self, position: int) -> None:
+        """Somebody wants the state after so many prompt tokens, which are not all read yet."""
+        self.captures.add(position)
+        self._mark(position)
+
+    def _mark(self, position: int) -> None:
+        if position not in self.marks:
+            self.marks.append(position)
+            self.marks.sort(reverse=True)
+
     def follow(self, leader: Sequence, position: int) -> None:
         """Let another row of the request read the first `position` tokens of this prompt."""
         self.fork_at = position
         leader.followers.append(self)
-        if position < len(leader.prompt) and position not in leader.marks:
-            leader.marks.append(position)
-            leader.marks.sort(reverse=True)
+        if position < len(leader.prompt):
+            leader._mark(position)
 
     def catch_up(self, leader: Sequence) -> None:
         """Take over what the leader has read, as far as this row follows it."""

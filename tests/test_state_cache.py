@@ -83,8 +83,7 @@ class World:
         return turn
 
     def end(self, key: SessionKey, number: int, turn: Turn, base: Kept | None = None) -> bool:
-        slot = self.ledger.acquire("row")
-        assert slot is not None
+        slot = self.acquire("row")
         self.cache.move_out()
         self.pool.restore(slot, self.filled(number))
         request = GenerationRequest("r", [(1, 2)], SamplingParams("x", None, 1), target=SessionTarget(key, turn, base))
@@ -96,11 +95,19 @@ class World:
 
     def fill_slots(self) -> None:
         """Other rows take every slot there is."""
-        taken = [self.ledger.acquire(f"other {i}") for i in range(self.ledger.total)]
+        taken = [self.acquire(f"other {i}") for i in range(self.ledger.total)]
         self.cache.move_out()
-        for slot in [slot for slot in taken if slot is not None]:
+        for slot in taken:
             self.pool.reset([slot])
             self.ledger.release(slot)
+
+    def acquire(self, owner: str) -> int:
+        """A slot, as soon as one is not being copied."""
+        deadline = time.monotonic() + 5
+        while (slot := self.ledger.acquire(owner)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return slot
 
     def filled(self, number: int) -> Snapshot:
         shift = torch.full(self.pool.shift[:, :, 0].shape, float(number))
@@ -271,6 +278,25 @@ class TestThreads:
         assert await here.number(A) == (2 if "newer" in then else None)
         here.fill_slots()
         assert await here.number(A) == (2 if "newer" in then else None)
+
+    async def test_a_load_does_not_bring_back_what_a_newer_state_has_replaced_and_left(self, world: Any) -> None:
+        here = world(MemoryStore())
+        here.finish(A, 1)
+        here.wait_stored()
+        here.cache.shut_down()
+        store = GatedStore()
+        here = world(store, slots=1, l1=0, l2=500)
+        store.hold("get")
+        reading = asyncio.create_task(here.front.export_bytes(A))
+        await asyncio.to_thread(store.entered.wait)
+        here.finish(A, 2)
+        here.finish(B, 3)
+        here.fill_slots()
+        here.wait_stored()
+        assert "a" not in here.cache.host.tier, "the newer state is in the store alone"
+        store.release()
+        await reading
+        assert await here.number(A) == 2
 
     async def test_a_deleted_state_does_not_arrive_in_the_store_afterwards(self, world: Any) -> None:
         store = GatedStore()

@@ -45,7 +45,7 @@ def open_states(
     initial = InitialStates(model.config, slots.wkv.dtype, settings.state_dir, settings.initial_state)
     store, failure = open_store(settings, host)
     cache = StateCache(cache_config(settings, slots.count), expected, store, exporter(model, slots), text_of)
-    return ModelStates(cache, initial, settings.prefill_chunk, failure)
+    return ModelStates(cache, initial, settings.prefill_budget, failure)
 
 
 def exporter(model: Model, slots: SlotPool) -> Callable[[int], Snapshot]:

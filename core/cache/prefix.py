@@ -141,6 +141,28 @@ class PrefixTree(Generic[E]):
                 self.stats.count(hit.length if hit else 0)
             return hit
 
+    def nearest(self, tokens: Tokens, *, initial: str = "") -> Hit[E] | None:
+        """How many of the first tokens some entry's tokens begin with too, and one such entry; None where none does.
+
+        Other than `longest`, what is found may have seen other tokens after these. Does not count as a use.
+        """
+        data = pack(tokens)
+        with self._lock:
+            node, position = self._roots.get(initial), 0
+            while node is not None:
+                child = node.children.get(data[position : position + WIDTH])
+                if child is None:
+                    break
+                shared = _common(child.edge, data[position:])
+                node, position = child, position + shared
+                if shared < len(child.edge):
+                    break
+            while node is not None and node.entry is None:
+                node = next(iter(node.children.values()), None)
+            if node is None or node.entry is None or not position:
+                return None
+            return Hit(position // WIDTH, node.entry)
+
     def reject(self, hit: Hit[E]) -> None:
         """Take a counted hit back, because its state turned out to be unusable, and remove its entry."""
         with self._lock:

@@ -150,12 +150,26 @@ class PrefixCache:
             self._cache.writer.touch(hit.entry.key)
         return Found(hit.length, record.snapshot, record.logits if hit.length == len(prompt) else None)
 
-    def captures(self, prompt: Tokens, found: int, rows: int, chunk: int, ends: Seq[int]) -> tuple[int, ...]:
-        """Where in a prompt states are to be kept: at chunk boundaries, at ends of messages, and at its own end."""
+    def length(self, prompt: Tokens, initial: str) -> int:
+        """How many of the first tokens need no forward at the moment; does not count as a look-up."""
+        hit = self._tree.longest(
+            pack(prompt), initial=initial, usable=lambda _, entry: entry.key in self._memory, count=False
+        )
+        return 0 if hit is None else hit.length
+
+    def captures(
+        self, prompt: Tokens, initial: str, found: int, rows: int, chunk: int, ends: Seq[int]
+    ) -> tuple[int, ...]:
+        """Where in a prompt states are to be kept: at chunk boundaries, at ends of messages, and at its own end.
+
+        And where it parts from a prompt that is known: a third one may part there too.
+        """
         if rows > MOST_ROWS or len(prompt) < LEAST_CACHED:
             return ()
         spread = chunk * -(-len(prompt) // (chunk * MOST_CHUNKS))
-        wanted = {*range(spread, len(prompt), spread), *ends[-MOST_ENDS:], len(prompt)}
+        near = self._tree.nearest(pack(prompt), initial=initial)
+        fork = {near.length} if near is not None else set()
+        wanted = {*range(spread, len(prompt), spread), *ends[-MOST_ENDS:], *fork, len(prompt)}
         return tuple(sorted(position for position in wanted if max(found, LEAST_CACHED - 1) < position <= len(prompt)))
 
     def put(self, capture: Capture, initial: str) -> None:

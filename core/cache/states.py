@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rwkv_lightning.core.cache.coming import ComingPrefixes
 from rwkv_lightning.core.cache.front import Sessions
 from rwkv_lightning.core.cache.initial import InitialSource, InitialState, InitialStates
 from rwkv_lightning.core.cache.kept import KeptSource
@@ -32,7 +33,7 @@ class ModelStates:
     """Sessions, prefixes and initial states of one model.
 
     Args:
-        chunk: prompt tokens between the prefixes that are kept.
+        chunk: prompt tokens between the prefixes that are kept: what a step reads of a prompt that is alone.
         failure: why the store that the settings name could not be opened; None when it could, or none is wanted.
     """
 
@@ -42,6 +43,7 @@ class ModelStates:
         self.cache = cache
         self.sessions = Sessions(cache)
         self.prefixes = PrefixCache(cache)
+        self.coming = ComingPrefixes()
         self.initial = initial
         self._chunk = chunk
         self._failure = failure
@@ -60,10 +62,28 @@ class ModelStates:
             return RowStart(initial.snapshot, 0, None, ())
         found = self.prefixes.find(prompt, initial.name)
         length = found.length if found else 0
-        captures = self.prefixes.captures(prompt, length, len(request.prompts), self._chunk, request.boundaries)
+        captures = self.prefixes.captures(
+            prompt, initial.name, length, len(request.prompts), self._chunk, request.boundaries
+        )
         if found is None:
             return RowStart(initial.snapshot, 0, None, captures)
         return RowStart(found.snapshot, length, found.logits, captures)
+
+    def hold(self, request: GenerationRequest) -> bool:
+        """Whether a request should wait, as another one is reading much of its prompt at the moment.
+
+        It is among `released` when that has been read, or will not be.
+        """
+        if isinstance(request.source, KeptSource) or not request.use_prefix_cache or request.params.prompt_logprobs:
+            return False
+        name = self.initial_of(request).name
+        return self.coming.hold(request, name, self.prefixes.length(request.prompts[0], name))
+
+    def began(self, rows: Iterable[Row]) -> None:
+        """Rows have lined up: what they read others need not read."""
+        for row in rows:
+            if row.captures:
+                self.coming.watch(row, self.initial_of(row.request).name)
 
     def before_run(self) -> None:
         """Call between `schedule` and the run of the step."""
@@ -73,6 +93,7 @@ class ModelStates:
         """Keep the prefixes that a step has captured."""
         for capture in step.captures:
             self.prefixes.put(capture, self.initial_of(capture.sequence.request).name)
+        self.coming.note_read(chunk.sequence for chunk in step.chunks)
 
     def keeper(self, ledger: SlotLedger) -> Callable[[Row], bool]:
         """What the scheduler calls with each row that ended well."""

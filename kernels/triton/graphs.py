@@ -36,10 +36,15 @@ class Capture(Protocol):
 class CudaCapture:
     """Captures CUDA (or HIP) graphs, which share one memory pool: nothing in it outlives a replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
         self._pool: Any = None
 
     def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self._device):
+            return self._captured(run)
+
+    def _captured(self, run: Run) -> Run:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -60,7 +65,7 @@ class CudaCapture:
 
 def capture_for(device: torch.device | str) -> Capture | None:
     """How steps are captured on a device; None where they are not: only the Triton kernels can be."""
-    return CudaCapture() if torch.device(device).type == "cuda" and missing() is None else None
+    return CudaCapture(device) if torch.device(device).type == "cuda" and missing() is None else None
 
 
 @dataclass(frozen=True, slots=True)

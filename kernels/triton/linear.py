@@ -7,6 +7,7 @@ import triton
 
 from rwkv_lightning.kernels.linear import Activation, KernelLinear, ReferenceLinear
 from rwkv_lightning.kernels.triton.device import linear as device
+from rwkv_lightning.kernels.triton.launch import launch
 
 TINY = 4  # rows up to which reading only the rows of the weight that are needed can pay
 SPLITS = 16  # programs that share the depth of one product
@@ -78,8 +79,8 @@ def gathered(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     partial = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(columns, BLOCK_N)
     sizes = rows, depth, columns, per_split
-    device.gathered_product[(blocks, splits, rows)](x, weight, partial, *sizes, BLOCK_K=BLOCK_K, **OPTIONS)
-    device.sum_splits[(blocks, rows)](partial, out, rows, columns, out.stride(0), SPLITS=splits, **OPTIONS)
+    launch(device.gathered_product, (blocks, splits, rows), x, weight, partial, *sizes, BLOCK_K=BLOCK_K, **OPTIONS)
+    launch(device.sum_splits, (blocks, rows), partial, out, rows, columns, out.stride(0), SPLITS=splits, **OPTIONS)
 
 
 def device_linear(weight: torch.Tensor, dtype: torch.dtype, *, sparse_input: bool = False) -> KernelLinear:

@@ -12,6 +12,7 @@ import triton
 from rwkv_lightning.kernels import reference
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 from rwkv_lightning.kernels.triton.device import recurrent as device
+from rwkv_lightning.kernels.triton.launch import launch
 
 
 def _launch(width: int) -> dict[str, int | bool]:
@@ -55,13 +56,13 @@ class TritonShiftMix(reference.ShiftMix):
         norm = self.norm_weight, self.norm_bias
         if rows.tokens == rows.slots.numel():
             places = shift, rows.slots, out, rows.tokens, self._count
-            device.shift_mix_decode[(rows.tokens,)](x, delta, *norm, self.mix, *places, **self._options)
+            launch(device.shift_mix_decode, (rows.tokens,), x, delta, *norm, self.mix, *places, **self._options)
             return
         normed = torch.empty_like(x)
-        device.add_norm[(rows.tokens,)](x, delta, *norm, normed, **self._options)
+        launch(device.add_norm, (rows.tokens,), x, delta, *norm, normed, **self._options)
         structure = rows.offsets, rows.slots, row_of_tokens(rows)
         arguments = normed, self.mix, shift, *structure, out, rows.tokens, self._count
-        device.shift_mix_ragged[(rows.tokens,)](*arguments, **self._options)
+        launch(device.shift_mix_ragged, (rows.tokens,), *arguments, **self._options)
 
 
 class TritonWkv7(reference.Wkv7):
@@ -90,7 +91,7 @@ class TritonWkv7(reference.Wkv7):
         check(v_first=(v_first, shape), out=(out, shape))
         check(state=(state, (len(state), self.heads, self._size, self._size)))
         arguments = (*given, v_first, *self._small, state, rows.offsets, rows.slots, out)
-        device.wkv7[(rows.slots.numel(), self.heads)](*arguments, **self._options)
+        launch(device.wkv7, (rows.slots.numel(), self.heads), *arguments, **self._options)
 
 
 class TritonNormRows(reference.NormRows):
@@ -111,4 +112,4 @@ class TritonNormRows(reference.NormRows):
         check(delta=(delta, (count, self._width)), out=(out, (count, self._width)))
         if count:
             arguments = x, positions, delta, self.weight, self.bias, out
-            device.norm_rows[(count,)](*arguments, **self._options)
+            launch(device.norm_rows, (count,), *arguments, **self._options)

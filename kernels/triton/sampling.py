@@ -15,6 +15,7 @@ import triton
 from rwkv_lightning.kernels.sampling_advance import advance
 from rwkv_lightning.kernels.sampling_rows import Row, RowState, Rule
 from rwkv_lightning.kernels.triton.device import sampling as device
+from rwkv_lightning.kernels.triton.launch import launch
 
 ROWS_AT_ONCE = 128  # bounds the working memory: 20 bytes per row and token of the vocabulary
 TILE = 1024
@@ -54,7 +55,7 @@ def _draw(rule: Rule, logits: torch.Tensor, rows: Sequence[Row], memory: _Memory
     working = memory.y, memory.w, memory.kept
     warps = 8 if memory.tile >= 1024 else 4
     options = {"RULE": int(rule), "BLOCK": memory.tile, "num_warps": warps, "enable_fp_fusion": False}
-    device.draw[(len(rows),)](*arguments, *penalties, *working, drawn, **options)
+    launch(device.draw, (len(rows),), *arguments, *penalties, *working, drawn, **options)
 
 
 def _packed(rule: Rule, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

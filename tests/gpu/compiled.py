@@ -6,6 +6,7 @@ launch is then compiled down to machine code. Prints one line per kernel and tar
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def every_launch() -> list[Launch]:
 def compile_for(target: GPUTarget, launch: Launch) -> Any:
     """The compiled kernel. Raises what the compiler raises."""
     kernel, args, options = launch
-    bound = dict(zip(kernel.arg_names, args, strict=False)) | options
+    own = {name: value for name, value in options.items() if name not in LAUNCH_OPTIONS}
+    bound = inspect.signature(kernel.fn).bind(*args, **own).arguments
     constants = {param.name for param in kernel.params if param.is_constexpr}
     signature, fixed = {}, {}
     for name in kernel.arg_names:

@@ -1,0 +1,210 @@
+"""Initial states from state-tuning files: which way round they are, where they may come from, whose sessions are whose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_thread import ServerThread
+from state_calls import GREEDY, STATE, body, fork, listed, question, serve, text_of, turn
+
+from rwkv_lightning.core.cache.initial import InitialStates
+from rwkv_lightning.core.demo import demo_model_path
+from rwkv_lightning.core.errors import CheckpointError, InvalidField
+from rwkv_lightning.core.interfaces import Batch, LoadOptions
+from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
+from server_process import COMMAND
+
+L, H, N = 4, 4, 64  # the demo model
+PROMPT = question("What is the capital of France?")
+
+
+def state_file(path: Path, seed: int, scale: float = 0.3, **changes: Any) -> Path:
+    """A state-tuning file as trainers write it: rows are value channels, columns key channels."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"blocks.{i}.att.time_state": scale * torch.randn(H, N, N, generator=generator) for i in range(L)}
+    torch.save({**tensors, **changes}, path)
+    return path
+
+
+RWKV_PACKAGE = """
+import sys, torch
+from rwkv.model import RWKV
+model = RWKV(sys.argv[1].removesuffix(".pth"), "cpu fp32")
+tuned = torch.load(sys.argv[2])
+_, state = model.forward([1], None)
+for i in range(len(state) // 3):
+    state[3 * i] = torch.zeros_like(state[3 * i])
+    state[3 * i + 1] = tuned[f"blocks.{i}.att.time_state"].float()
+    state[3 * i + 2] = torch.zeros_like(state[3 * i + 2])
+logits, _ = model.forward([5, 300, 2, 77, 41, 8], state)
+torch.save(logits.float(), sys.argv[3])
+"""
+
+
+def test_the_matrices_are_the_way_round_that_the_rwkv_package_has_them(tmp_path: Path) -> None:
+    """The package keeps S of y = S r in its state, and state tuning trains that S."""
+    file = state_file(tmp_path / "tuned.pth", seed=1)
+    arguments = [sys.executable, "-c", RWKV_PACKAGE, str(demo_model_path()), str(file), str(tmp_path / "logits.pt")]
+    environment = os.environ | {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = torch.load(tmp_path / "logits.pt")
+    model = Fp16Backend().load(demo_model_path(), LoadOptions(dtype="float32", state_dtype="float32"))
+    initial = InitialStates(model.config, torch.float32, None, file).default
+    assert initial.snapshot is not None
+    pool: Any = model.new_states(1)
+    pool.restore(0, initial.snapshot)
+    tokens = torch.tensor([5, 300, 2, 77, 41, 8], dtype=torch.int32)
+    offsets, slots, last = torch.tensor([0, 6]).int(), torch.tensor([0]).int(), torch.tensor([5])
+    logits = model.forward(Batch(tokens, offsets, slots, last), pool)[0]
+    assert float((logits - expected).norm() / expected.norm()) < 1e-5
+    turned = {key: tensor.mT.contiguous() for key, tensor in torch.load(file).items()}
+    torch.save(turned, file)
+    other = InitialStates(model.config, torch.float32, None, file).default
+    assert other.snapshot is not None
+    pool.restore(0, other.snapshot)
+    logits = model.forward(Batch(tokens, offsets, slots, last), pool)[0]
+    assert float((logits - expected).norm() / expected.norm()) > 1e-2, "the test can tell"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tuned")
+    state_file(folder / "one.pth", 1)
+    state_file(folder / "two.pth", 2)
+    state_file(folder / "small.pth", 3, scale=0.0)
+    state_file(folder / "odd.pth", 1, **{"blocks.2.att.time_state": torch.zeros(H, N, N + 1)})
+    torch.save([1, 2], folder / "list.pth")
+    (folder / "text.pth").write_text("no tensors here")
+    (folder.parent / "outside.pth").write_bytes((folder / "one.pth").read_bytes())
+    (folder / "link.pth").symlink_to(folder.parent / "outside.pth")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[ServerThread]:
+    with serve(tmp_path_factory.mktemp("states"), state_dir=str(folder)) as running:
+        yield running
+
+
+def test_every_endpoint_takes_it(server: ServerThread) -> None:
+    plain = {"contents": [PROMPT], "max_tokens": 8, **GREEDY}
+    chat = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, **GREEDY}
+    text = {"prompt": PROMPT, "max_tokens": 8, **GREEDY}
+    fim = {"prefix": ["a"], "suffix": ["b"], "max_tokens": 8, **GREEDY}
+    paths = {
+        "/v1/chat/completions": plain,
+        "/v2/chat/completions": plain,
+        "/openai/v1/chat/completions": chat,
+        "/v1/completions": text,
+        "/FIM/v1/batch-FIM": fim,
+        STATE: {**plain, "session_id": "s"},
+    }
+    for path, sent in paths.items():
+        zero, one, two, again = (server.post(path, {**sent, **named}).json() for named in
+                                 ({}, {"state": "one.pth"}, {"state": "two.pth"}, {"state": "one.pth"}))  # fmt: skip
+        if path != STATE:
+            assert one["choices"] == again["choices"], path
+        assert len({str(answer["choices"]) for answer in (zero, one, two)}) > 1, path
+        assert "x-ignored-fields" not in server.post(path, {**sent, "state": "one.pth"}).headers
+
+
+def test_a_state_of_zeros_is_the_zero_state(server: ServerThread) -> None:
+    sent = {"contents": [PROMPT], "max_tokens": 12, **GREEDY}
+    zero, small = (server.post("/v1/chat/completions", {**sent, **named}) for named in ({}, {"state": "small.pth"}))
+    assert text_of(zero) == text_of(small)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["none.pth", "../outside.pth", "link.pth", "/etc/passwd", "", ".", "..", "odd.pth", "list.pth", "text.pth", "a\0b"],
+)
+def test_what_is_no_state_file_of_the_folder_is_refused(server: ServerThread, name: str, folder: Path) -> None:
+    for path in ("/v1/chat/completions", STATE):
+        sent = {"session_id": "refused", "contents": [PROMPT], "max_tokens": 3, "state": name}
+        answer = server.post(path, sent)
+        assert answer.status_code == 422
+        assert str(folder) not in answer.text
+    assert "refused" not in listed(server)
+
+
+def test_without_a_folder_there_are_none(tmp_path: Path) -> None:
+    with serve(tmp_path, state_store="none") as server:
+        answer = server.post("/v1/chat/completions", {"contents": ["A"], "state": "one.pth"})
+        assert (answer.status_code, "--state-dir" in answer.text) == (422, True)
+
+
+def test_a_session_under_another_initial_state_is_another_session(server: ServerThread) -> None:
+    first = {name: turn(server, "mine", PROMPT, max_tokens=6, state=name) for name in ("one.pth", "two.pth")}
+    first[""] = turn(server, "mine", PROMPT, max_tokens=6)
+    second = {name: turn(server, "mine", "B", max_tokens=6, state=name) for name in ("one.pth", "two.pth")}
+    fresh = {name: turn(server, f"fresh {name}", PROMPT, max_tokens=6, state=name) for name in second}
+    assert fresh == {name: first[name] for name in fresh}
+    assert {n: turn(server, f"fresh {n}", "B", max_tokens=6, state=n) for n in second} == second
+    exports = [server.client.get("/state/mine/export", params=q) for q in ({}, {"state": "one.pth"})]
+    assert [answer.status_code for answer in exports] == [200, 200]
+    assert exports[0].content != exports[1].content
+    _, number = fork(server, "mine", 0, PROMPT, state="one.pth", max_tokens=2)
+    assert server.post("/multi_state/chat/completions", body("mine", "B", dialogue_idx=number)).status_code == 404
+    assert fork(server, "mine", number, "B", state="one.pth", max_tokens=2)[1] == number + 1
+    assert server.post("/state/delete", {"session_id": "mine"}).status_code == 200
+    assert server.client.get("/state/mine/export", params={"state": "one.pth"}).status_code == 404
+
+
+def test_cached_prefixes_do_not_cross(server: ServerThread) -> None:
+    sent = {"contents": [PROMPT + "and so on " * 10], "max_tokens": 6, **GREEDY}
+    plain = [server.post("/v1/chat/completions", {**sent, "use_prefix_cache": False, "state": f}) for f in
+             ("one.pth", "two.pth")]  # fmt: skip
+    for _ in range(2):
+        cached = [server.post("/v1/chat/completions", {**sent, "state": f}) for f in ("one.pth", "two.pth")]
+        assert list(map(text_of, cached)) == list(map(text_of, plain))
+    assert all(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 20 for answer in cached)
+
+
+def test_the_servers_own(tmp_path: Path, folder: Path) -> None:
+    """Sessions belong to the file's content; a server with another one does not see them."""
+    with serve(tmp_path, initial_state=str(folder / "one.pth")) as server:
+        answer = turn(server, "s", PROMPT, max_tokens=6)
+        turn(server, "s", "B", max_tokens=6)
+    with serve(tmp_path, state_dir=str(folder)) as server:
+        assert server.client.get("/state/s/export").status_code == 404
+        assert turn(server, "fresh", PROMPT, max_tokens=6, state="one.pth") == answer
+        assert server.client.get("/state/s/export", params={"state": "one.pth"}).status_code == 200
+
+
+def test_a_file_that_does_not_fit_stops_the_start(folder: Path, tmp_path: Path) -> None:
+    for name, why in (
+        ("odd.pth", "fits another model"),
+        ("text.pth", "cannot be read"),
+        ("gone.pth", "cannot be read"),
+    ):
+        options = ["--state-db", str(tmp_path / "s.db"), "--port", "0", "--initial-state", str(folder / name)]
+        done = subprocess.run([COMMAND, "serve", *options], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 1
+        assert why in done.stderr
+        assert "Traceback" not in done.stderr
+        if name == "odd.pth":
+            assert "blocks.2.att.time_state of shape [4, 64, 64]" in done.stderr
+
+
+def test_a_changed_file_is_another_state(tmp_path: Path) -> None:
+    config = Fp16Backend().load(demo_model_path(), LoadOptions()).config
+    states = InitialStates(config, torch.float16, tmp_path, None)
+    file = state_file(tmp_path / "a.pth", 1)
+    one = states.named("a.pth")
+    assert states.named("a.pth") is one
+    state_file(file, 2)
+    os.utime(file, ns=(1, 1))
+    assert states.named("a.pth").name != one.name
+    (tmp_path / "a.pth").unlink()
+    with pytest.raises(InvalidField, match="there is no file"):
+        states.named("a.pth")
+    with pytest.raises(CheckpointError):
+        InitialStates(config, torch.float16, None, tmp_path / "a.pth")
