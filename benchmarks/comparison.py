@@ -150,15 +150,17 @@ def _cell(value: float | None, roofline: float) -> str:
 def _ceilings(run: Run) -> Iterator[str]:
     units = {"memory": "GB/s read", "bf16": "GFLOP/s bf16 products", "int8": "GOP/s int8 products"}
     units |= {"instruction": "GFLOP/s bf16 on registers only"}
-    found = [
-        f"{statistics.median(run.ceilings[name]):,.1f} {unit}" for name, unit in units.items() if run.ceilings[name]
-    ]
-    yield f"Ceilings in the same rounds: {', '.join(found)}."
+    found = [_median_and_best(run.ceilings[name], unit) for name, unit in units.items() if any(run.ceilings[name])]
+    yield f"Ceilings in the same rounds, medians: {', '.join(found)}."
     if run.memory:
         yield ""
         loading, rows = run.memory["loading"] / 1e6, run.memory["rows"] / 1e6
         yield f"Memory of ours bf16: {loading:,.0f} MB at most while loading, the mapped file included,"
         yield f"{rows:,.0f} MB more with all rows running."
+
+
+def _median_and_best(values: Sequence[float], unit: str) -> str:
+    return f"{statistics.median(values):,.1f} {unit} (best {max(values):,.1f})"
 
 
 def _floors(shape: str, runs: Sequence[Run]) -> Iterator[str]:

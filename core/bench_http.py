@@ -20,6 +20,7 @@ from typing import Any
 from rwkv_lightning.core.errors import StartError
 
 START_SECONDS = 300.0  # a first start builds the kernels
+STEPS = 8  # of the engine, that a rate is measured over, at least
 SETTLE_SECONDS = 600.0  # until every stream of a crowd has its first token
 END = b"0\r\n\r\n"  # the last chunk of an answer
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning)": ?"[^"]')  # some text that is not empty
@@ -198,17 +199,33 @@ async def _streaming_rate(server: Server, connections: int, seconds: float) -> f
 
 
 async def _delivered(server: Server, seconds: float) -> float:
-    before = await asyncio.to_thread(server.metric, "generation_tokens_total")
-    begun = time.perf_counter()
-    await asyncio.sleep(seconds)
-    after = await asyncio.to_thread(server.metric, "generation_tokens_total")
-    return (after - before) / (time.perf_counter() - begun)
+    """Tokens per second between two deliveries: with many rows a step is long, and a part of one would be an error."""
+    took, steps = [await _read(server, f"engine_step_seconds_{name}") for name in ("sum", "count")]
+    step = took / max(1.0, steps)
+    begun, before = await _next_delivery(server, step)
+    await asyncio.sleep(max(seconds, STEPS * step))
+    ended, after = await _next_delivery(server, step)
+    return (after - before) / (ended - begun)
+
+
+async def _next_delivery(server: Server, step: float) -> tuple[float, float]:
+    """(time, tokens so far) when the tokens of the step at hand are handed out."""
+    before = await _read(server, "generation_tokens_total")
+    while True:
+        await asyncio.sleep(min(0.05, max(0.002, step / 20)))
+        tokens = await _read(server, "generation_tokens_total")
+        if tokens != before:
+            return time.perf_counter(), tokens
+
+
+async def _read(server: Server, metric: str) -> float:
+    return await asyncio.to_thread(server.metric, metric)
 
 
 async def wait_idle(server: Server, seconds: float = 60.0) -> None:
     """Until no row runs; the next measurement begins with an idle server. Raises StartError when rows stay."""
     deadline = time.monotonic() + seconds
-    while await asyncio.to_thread(server.metric, "num_requests_running"):
+    while await _read(server, "num_requests_running"):
         if time.monotonic() > deadline:
             raise StartError(f"the server still runs rows {seconds:g} s after their clients left")
         await asyncio.sleep(0.02)
@@ -232,9 +249,9 @@ async def _first_token_beside(server: Server, rows: int, chats: int) -> FirstTok
     async with crowd(server, "/v1/chat/completions", [batch]):
         await _full(server, rows)
         names = ("engine_step_seconds_sum", "engine_step_seconds_count")
-        before = [await asyncio.to_thread(server.metric, name) for name in names]
+        before = [await _read(server, name) for name in names]
         times = [await _chat(server) for _ in range(chats)]
-        after = [await asyncio.to_thread(server.metric, name) for name in names]
+        after = [await _read(server, name) for name in names]
     await wait_idle(server)
     took, steps = (new - old for new, old in zip(after, before, strict=True))
     median = statistics.median(times)
@@ -243,7 +260,7 @@ async def _first_token_beside(server: Server, rows: int, chats: int) -> FirstTok
 
 async def _full(server: Server, rows: int) -> None:
     """Until all rows of the batch run and have been read for a moment."""
-    while await asyncio.to_thread(server.metric, "num_requests_running") < rows:
+    while await _read(server, "num_requests_running") < rows:
         await asyncio.sleep(0.05)
     await asyncio.sleep(1)
 

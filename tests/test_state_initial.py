@@ -1,4 +1,4 @@
-"""Initial states from state-tuning files: which way round they are, where they may come from, whose sessions are whose."""
+"""Initial states from state-tuning files: which way round, from where, whose sessions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from state_calls import GREEDY, STATE, body, fork, listed, question, serve, text
 
 from rwkv_lightning.core.cache.initial import InitialStates
 from rwkv_lightning.core.demo import demo_model_path
-from rwkv_lightning.core.errors import CheckpointError, InvalidField
+from rwkv_lightning.core.errors import CheckpointError, InvalidField, StartError
 from rwkv_lightning.core.interfaces import Batch, LoadOptions
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
-from server_process import COMMAND
 
 L, H, N = 4, 4, 64  # the demo model
-PROMPT = question("What is the capital of France?")
+NAMED: list[dict[str, str]] = [{}, {"state": "one.pth"}, {"state": "two.pth"}]
+PROMPT = "A"  # short: the demo model soon forgets what it began from
+LONG = question("What is the capital of France?") + "and so on " * 10
 
 
 def state_file(path: Path, seed: int, scale: float = 0.3, **changes: Any) -> Path:
@@ -77,8 +78,8 @@ def test_the_matrices_are_the_way_round_that_the_rwkv_package_has_them(tmp_path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
-    state_file(folder / "one.pth", 1)
-    state_file(folder / "two.pth", 2)
+    state_file(folder / "one.pth", 1, scale=30.0)
+    state_file(folder / "two.pth", 2, scale=30.0)
     state_file(folder / "small.pth", 3, scale=0.0)
     state_file(folder / "odd.pth", 1, **{"blocks.2.att.time_state": torch.zeros(H, N, N + 1)})
     torch.save([1, 2], folder / "list.pth")
@@ -96,24 +97,18 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[S
 
 def test_every_endpoint_takes_it(server: ServerThread) -> None:
     plain = {"contents": [PROMPT], "max_tokens": 8, **GREEDY}
-    chat = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, **GREEDY}
-    text = {"prompt": PROMPT, "max_tokens": 8, **GREEDY}
-    fim = {"prefix": ["a"], "suffix": ["b"], "max_tokens": 8, **GREEDY}
-    paths = {
-        "/v1/chat/completions": plain,
-        "/v2/chat/completions": plain,
-        "/openai/v1/chat/completions": chat,
-        "/v1/completions": text,
-        "/FIM/v1/batch-FIM": fim,
-        STATE: {**plain, "session_id": "s"},
-    }
-    for path, sent in paths.items():
-        zero, one, two, again = (server.post(path, {**sent, **named}).json() for named in
-                                 ({}, {"state": "one.pth"}, {"state": "two.pth"}, {"state": "one.pth"}))  # fmt: skip
-        if path != STATE:
-            assert one["choices"] == again["choices"], path
-        assert len({str(answer["choices"]) for answer in (zero, one, two)}) > 1, path
-        assert "x-ignored-fields" not in server.post(path, {**sent, "state": "one.pth"}).headers
+    for path in ("/v1/chat/completions", "/v2/chat/completions", STATE):
+        sent = {**plain, "session_id": f"at {path}"} if path == STATE else plain
+        texts = [text_of(server.post(path, {**sent, **named})) for named in NAMED]
+        assert len(set(texts)) == 3, path
+    chat = {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "max_tokens": 1, **GREEDY}
+    text = {"prompt": PROMPT, "logprobs": 1, "max_tokens": 1, **GREEDY}
+    for path, sent in {"/openai/v1/chat/completions": chat, "/v1/completions": text}.items():
+        answers = [server.post(path, {**sent, **named}).json()["choices"] for named in NAMED]
+        assert len({str(choices[0]["logprobs"]) for choices in answers}) == 3, path
+    answer = server.post("/FIM/v1/batch-FIM", {"prefix": ["a"], "suffix": ["b"], "max_tokens": 1, "state": "one.pth"})
+    assert answer.status_code == 200
+    assert "x-ignored-fields" not in answer.headers
 
 
 def test_a_state_of_zeros_is_the_zero_state(server: ServerThread) -> None:
@@ -159,13 +154,19 @@ def test_a_session_under_another_initial_state_is_another_session(server: Server
 
 
 def test_cached_prefixes_do_not_cross(server: ServerThread) -> None:
-    sent = {"contents": [PROMPT + "and so on " * 10], "max_tokens": 6, **GREEDY}
-    plain = [server.post("/v1/chat/completions", {**sent, "use_prefix_cache": False, "state": f}) for f in
-             ("one.pth", "two.pth")]  # fmt: skip
-    for _ in range(2):
-        cached = [server.post("/v1/chat/completions", {**sent, "state": f}) for f in ("one.pth", "two.pth")]
-        assert list(map(text_of, cached)) == list(map(text_of, plain))
-    assert all(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 20 for answer in cached)
+    def first(named: dict[str, str], **fields: Any) -> tuple[float, int]:
+        """The log-probability of the likeliest next token, and how much was cached."""
+        sent = {"prompt": LONG, "logprobs": 1, "max_tokens": 1, **GREEDY, **named, **fields}
+        answer = server.post("/v1/completions", sent).json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["logprobs"]["token_logprobs"][0], cached
+
+    plain = [first(named, use_prefix_cache=False)[0] for named in NAMED]
+    assert len(set(plain)) == 3
+    assert [first(named) for named in NAMED] == [(pytest.approx(value, abs=1e-5), 0) for value in plain]
+    again = [first(named) for named in NAMED]
+    assert [value for value, _ in again] == pytest.approx(plain, abs=1e-5)
+    assert all(cached > 40 for _, cached in again)
 
 
 def test_the_servers_own(tmp_path: Path, folder: Path) -> None:
@@ -180,18 +181,12 @@ def test_the_servers_own(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_stops_the_start(folder: Path, tmp_path: Path) -> None:
-    for name, why in (
-        ("odd.pth", "fits another model"),
-        ("text.pth", "cannot be read"),
-        ("gone.pth", "cannot be read"),
-    ):
-        options = ["--state-db", str(tmp_path / "s.db"), "--port", "0", "--initial-state", str(folder / name)]
-        done = subprocess.run([COMMAND, "serve", *options], capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 1
-        assert why in done.stderr
-        assert "Traceback" not in done.stderr
-        if name == "odd.pth":
-            assert "blocks.2.att.time_state of shape [4, 64, 64]" in done.stderr
+    faults = {"odd.pth": "blocks.2.att.time_state of shape", "text.pth": "cannot be read", "gone.pth": "cannot be read"}
+    for name, why in faults.items():
+        with pytest.raises(StartError, match=why), serve(tmp_path, initial_state=str(folder / name)):
+            pass
+    with serve(tmp_path) as server:
+        assert turn(server, "s", PROMPT, max_tokens=3), "the store was not left locked"
 
 
 def test_a_changed_file_is_another_state(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def cache_config(settings: Settings, slots: int) -> CacheConfig:
     )
 
 
+def make_store(settings: Settings, host: PluginHost) -> StateStore:
+    """The store that the settings name, closed."""
+    return host.create_store(settings.state_store)
+
+
 def open_store(settings: Settings, host: PluginHost) -> tuple[StateStore | None, StoreError | None]:
     """The store that the settings name; one that cannot be used is left out, and the log says what to do.
 
@@ -78,7 +83,7 @@ def open_store(settings: Settings, host: PluginHost) -> tuple[StateStore | None,
     """
     if settings.state_store == NO_STORE:
         return None, None
-    store = host.create_store(settings.state_store)
+    store = make_store(settings, host)
     try:
         store.open(settings.state_db)
     except StoreError as error:

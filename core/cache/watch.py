@@ -11,6 +11,8 @@ from rwkv_lightning.core.errors import StoreError
 
 log = logging.getLogger(__name__)
 
+READING = {"get", "info", "family", "listing", "prefixes"}
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -25,17 +27,17 @@ class StoreWatch:
     def __init__(self) -> None:
         self.errors = 0
         self._lock = Lock()
-        self._failing: dict[str, StoreError] = {}  # by kind of call: what it last failed with
+        self._failing: dict[str, StoreError] = {}  # what reading, or writing, last failed with
 
     @property
     def failure(self) -> StoreError | None:
-        """What a kind of call last failed with that has not worked since; None when all is well."""
+        """What reading or writing last failed with, if it has not worked since; None when all is well."""
         with self._lock:
             return next(iter(self._failing.values()), None)
 
     def run(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """The call's result. Raises StoreError, whatever the store of a plugin may raise."""
-        kind = getattr(call, "__name__", type(call).__name__)
+        kind = "read" if getattr(call, "__name__", "") in READING else "write"
         try:
             result = call(*args, **options)
         except StoreError as error:
