@@ -68,8 +68,16 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(f"unknown option {name}{suggestion(name, self._option_string_actions)}")
 
 
+# How long (in turns of a loop, well under a millisecond in all) torch's threads spin while they wait for work.
+# Their default is a hundred times that: on a machine that does anything else they then take the cores from it, and from
+# each other.
+THREAD_PATIENCE = {"GOMP_SPINCOUNT": "10000"}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit code."""
+    for name, value in THREAD_PATIENCE.items():  # read by torch's OpenMP when it is first imported
+        os.environ.setdefault(name, value)
     try:
         return run(list(sys.argv[1:] if arguments is None else arguments))
     except StartError as error:
