@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Test files run side by side: threads that spin while they wait would take the cores from each other.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

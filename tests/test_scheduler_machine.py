@@ -172,6 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         world.drain(left + 1)
         assert world.ends.keys() == world.drawn.keys()
         assert world.ledger.free + len(world.cache.slots) == world.ledger.total
+        world.cache.move_out()  # what a step that was not carried out has left to do
+        world.check_sessions()
         assert not world.cache.slots.leaving()
         assert len(world.cache.turns) == 0
         assert all(kept.users == 0 for kept in world.cache.current())

@@ -363,7 +363,7 @@ class TestThreads:
         here.wait_stored()
         assert {key: await here.number(key) for key in last} == last
         assert len(here.cache.turns) == 0
-        assert not here.cache._loading
+        assert len(here.cache.loads) == 0
 
     def test_a_new_state_of_a_key_takes_the_place_of_the_waiting_one(self, world: Any) -> None:
         here = world(MemoryStore(), interval=30.0)

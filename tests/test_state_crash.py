@@ -145,7 +145,7 @@ def play_and_kill(servers: Servers, sessions: list[Session], rng: random.Random)
 
     with ThreadPoolExecutor(len(sessions)) as pool:
         playing = [pool.submit(client, session) for session in sessions]
-        time.sleep(rng.uniform(0.05, 1.3))
+        time.sleep(rng.uniform(0.05, 1.1))
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         servers.wait()

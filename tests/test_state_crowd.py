@@ -175,7 +175,7 @@ class TestLeavingAtEveryPoint:
                 assert len(states.sessions.leases) == 0
                 assert len(states.sessions.turns) == 0
                 assert all(kept.users == 0 for kept in states.cache.current())
-                assert not states.cache._loading
+                assert len(states.cache.loads) == 0
             scheduler = app.state.context.models.default.engine.scheduler
             assert scheduler.idle
         assert without in went_on

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,3 +265,17 @@ def test_fim_fields_at_fault(server: ServerProcess, field: str, body: dict[str, 
 def test_fim_limit(server: ServerProcess) -> None:
     many = server.post(FIM, {"prefix": ["a"] * 101, "suffix": ["b"] * 101})
     assert (many.status_code, many.json()["request_bsz"]) == (400, 101)
+
+
+def test_many_threads_may_detect_a_language_at_once() -> None:
+    """The first use loads the classifier: here eight threads come first, in a process of their own."""
+    script = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from rwkv_lightning.core.text.language import detect_language\n"
+        "texts = ['Bonjour tout le monde', 'Guten Morgen', 'Where is the station?', 'El perro es negro'] * 8\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    found = list(pool.map(detect_language, texts))\n"
+        "assert found == ['fr', 'de', 'en', 'es'] * 8, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -102,13 +102,14 @@ class Sessions:
             raise
 
     async def _from_store(self, key: SessionKey) -> Kept | None:
-        loading = self._cache.begin_loading(key)
+        with self._cache.lock:
+            loading = self._cache.loads.begin(key)
         try:
             record = await asyncio.to_thread(self._load, key)
-        except BaseException:
-            self._cache.cancel_loading(loading)
-            raise
-        kept = self._cache.end_loading(loading, record)
+            kept = self._cache.loaded(loading, record)
+        finally:
+            with self._cache.lock:
+                self._cache.loads.end(loading)
         if kept is not None:
             self._note_use(kept)
         return kept

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from rwkv_lightning.core.cache.final import final_state
 from rwkv_lightning.core.cache.kept import Kept, SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey, is_prefix_key
+from rwkv_lightning.core.cache.loading import Loading, Loads
 from rwkv_lightning.core.cache.memory import HostShelf
 from rwkv_lightning.core.cache.record import Expected, StateRecord
 from rwkv_lightning.core.cache.sessions import Deletion, Level, Place, Turns
@@ -69,14 +70,6 @@ class CacheConfig:
     waiting_turns: int = 16
 
 
-@dataclass(eq=False, slots=True)
-class Loading:
-    """A record on its way from L3. Void once its key was deleted, or something newer kept under it."""
-
-    key: SessionKey
-    void: bool = False
-
-
 class StateCache:
     """Kept states over the three tiers.
 
@@ -111,7 +104,7 @@ class StateCache:
         self.on_stored_prefix_out: Callable[[str], None] = lambda key: None  # L3 has lost a prefix
         self._export = export
         self._text_of = text_of
-        self._loading: set[Loading] = set()
+        self.loads = Loads()
         self.writer = self._new_writer(store) if store is not None else None
 
     def _new_writer(self, store: StateStore) -> Writer:
@@ -251,22 +244,9 @@ class StateCache:
             if not kept.users and not kept.current:
                 kept.copy = None
 
-    def begin_loading(self, key: SessionKey) -> Loading:
-        """A record is about to be read from L3."""
+    def loaded(self, loading: Loading, record: StateRecord | None) -> Kept | None:
+        """What was read from L3, in use until `close`; or what was kept under its key meanwhile, which is newer."""
         with self.lock:
-            loading = Loading(key)
-            self._loading.add(loading)
-            return loading
-
-    def cancel_loading(self, loading: Loading) -> None:
-        """Nothing was read."""
-        with self.lock:
-            self._loading.discard(loading)
-
-    def end_loading(self, loading: Loading, record: StateRecord | None) -> Kept | None:
-        """What was read, in use until `close`; or what was kept under its key meanwhile, which is newer."""
-        with self.lock:
-            self._loading.discard(loading)
             found = self.find(loading.key)
             if found is not None or record is None:
                 return found
@@ -300,8 +280,7 @@ class StateCache:
         return deletion.found(gone, voided)
 
     def _drop(self, deletion: Deletion) -> list[SessionKey]:
-        for loading in self._loading:
-            loading.void = loading.void or deletion.covers(loading.key)
+        self.loads.overtake(deletion.covers)
         held = {kept.owner for kept in self.current()} | {SessionKey.parse(key) for key in self.host.lost}
         gone = [owner for owner in held if deletion.covers(owner)]
         for owner in gone:
@@ -329,8 +308,7 @@ class StateCache:
 
     def _displace(self, key: str) -> None:
         """What was kept under a key is out of date; turns that go on from it still can."""
-        for loading in self._loading:
-            loading.void = loading.void or str(loading.key) == key
+        self.loads.overtake(lambda loading: str(loading) == key)
         for old in (self.slots.find(key), self.host.displace(key)):
             if old is not None:
                 old.current = False

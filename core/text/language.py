@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from threading import Lock
 from typing import Any
 
 CLASSIFIED = ("en", "fr", "de", "es")  # the languages in Latin script that are told apart
@@ -25,6 +26,9 @@ _SCRIPTS = {
 _WEIGHTS = {"zh": 3, "ko": 2}  # such a letter says as much as this many Latin ones
 
 
+_ONE_AT_A_TIME = Lock()  # the classifier is loaded and set up at its first use, by whichever thread comes first
+
+
 def detect_language(text: str) -> str:
     """An ISO 639-1 code; 'en' where there are no letters to tell by.
 
@@ -41,7 +45,8 @@ def detect_language(text: str) -> str:
 
 
 def _classify(text: str) -> str:
-    ranked = dict(_classifier().rank(text))
+    with _ONE_AT_A_TIME:
+        ranked = dict(_classifier().rank(text))
     best = max(ranked, key=lambda language: float(ranked[language]))
     if text.isascii() and float(ranked[best]) - float(ranked["en"]) < ENGLISH_MARGIN:
         return "en"
