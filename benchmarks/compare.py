@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -162,31 +163,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one short round at 1 and 64 rows, one thread")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison of greedy tokens out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder; default: %(default)s")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the report between the marks of this document")
     options = parser.parse_args(arguments)
     plan, checkpoint = plan_from(options), kept(options.shape)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not options.no_check:
         check(plan, checkpoint, cores)
     runs = [measure(plan, checkpoint, threads) for threads in plan.threads if threads <= cores]
-    write(options.out, plan, runs)
+    text = render(plan.shape, plan.contenders, plan.columns, runs, plan.verdicts)
+    print(text)
+    write(options.out, text, plan, runs)
+    if options.write:
+        options.write.write_text(with_report(options.write.read_text(), text))
+        draw_chart(options.write.with_suffix(".png"), plan, runs)
     return 0
 
 
-def write(folder: Path, plan: Plan, runs: Sequence[Run]) -> None:
-    """The table, the raw figures, and the chart where matplotlib is installed."""
+def write(folder: Path, text: str, plan: Plan, runs: Sequence[Run]) -> None:
+    """The table, the raw figures and the chart."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = render(plan.shape, plan.contenders, plan.columns, runs, plan.verdicts)
     (folder / "compare.md").write_text(text)
     raw = {f"{run.threads} threads": {"figures": run.raw(), "ceilings": run.ceilings} for run in runs}
     (folder / "compare.json").write_text(json.dumps(raw, indent=1))
-    print(text)
+    draw_chart(folder / "compare.png", plan, runs)
+    console.print(f"written to {folder}")
+
+
+def draw_chart(path: Path, plan: Plan, runs: Sequence[Run]) -> None:
+    """Draw it, or say what that takes."""
     try:
         from benchmarks.chart import draw
 
-        draw(folder / "compare.png", plan.shape, plan.contenders, plan.columns, runs)
+        draw(path, plan.shape, plan.contenders, plan.columns, runs)
     except ImportError:
         console.print("no chart: pip install -e '.[bench]' brings matplotlib")
-    console.print(f"written to {folder}")
+
+
+def with_report(document: str, report: str) -> str:
+    """A document with a report between its marks, headings one level lower. Raises ValueError without the marks."""
+    lowered = re.sub(r"^#", "##", report, flags=re.MULTILINE)
+    marks = r"(<!-- compare -->\n).*?(<!-- end of compare -->)"
+    text, count = re.subn(marks, lambda mark: f"{mark[1]}{lowered}{mark[2]}", document, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError("the document needs the marks <!-- compare --> and <!-- end of compare --> once")
+    return text
 
 
 if __name__ == "__main__":
