@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from contextlib import contextmanager
 
 import httpx
 
+sys.path.insert(0, "tests")  # the server process and the clients that misbehave are the tests'
+
 from benchmarks.common import EngineLoop, checkpoint, load, progress
-from tests.server_process import ServerProcess
-from tests.test_http_load import LONG, connect, reset, send
+from server_process import ServerProcess
+from test_http_load import LONG, connect, reset, send
 
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 2}
 
