@@ -22,9 +22,10 @@ import httpx
 
 sys.path.insert(0, "tests")  # the server process and the clients that misbehave are the tests'
 
+from test_http_load import LONG, connect, reset, send
+
 from benchmarks.common import EngineLoop, checkpoint, load, progress
 from server_process import ServerProcess
-from test_http_load import LONG, connect, reset, send
 
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 2}
 
