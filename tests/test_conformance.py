@@ -16,6 +16,8 @@ from example_plugins import EXAMPLES
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from rwkv_lightning.core.convert import convert
+from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.errors import InvalidField, RequestError, StoreError
 from rwkv_lightning.core.interfaces import Backend, LoadOptions, RouteGroup, Sampler, SamplerContext, StateStore
 from rwkv_lightning.core.rendering import render_openai
@@ -27,7 +29,9 @@ from rwkv_lightning.core.testing import (
     Suite,
     failures,
 )
+from rwkv_lightning.plugins.backends.cutlass import CutlassBackend
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
+from rwkv_lightning.plugins.backends.gemlite import GemliteBackend
 from rwkv_lightning.plugins.routes import native, openai, service
 from rwkv_lightning.plugins.samplers.temperature import TemperatureSampler
 from rwkv_lightning.plugins.samplers.v1 import V1Sampler
@@ -56,6 +60,32 @@ class TestFp16Float32(TestFp16):
 class TestFp16BFloat16(TestFp16):
     options = LoadOptions(dtype="bfloat16")
     tolerance = 2e-2
+
+
+class TestGemliteInt8(BackendSuite):
+    """Converted files; with --deterministic, as above."""
+
+    target = "gemlite-int8"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _converted(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.model_file = tmp_path_factory.mktemp("converted") / f"{cls.target}.safetensors"
+        convert(demo_model_path(), cls.target, cls.model_file)
+
+    def backend(self) -> Backend:
+        return GemliteBackend()
+
+
+class TestGemliteInt4(TestGemliteInt8):
+    target = "gemlite-int4"
+
+
+class TestCutlass(TestGemliteInt8):
+    target = "cutlass-w8a16"
+
+    def backend(self) -> Backend:
+        return CutlassBackend()
 
 
 class TestEcho(BackendSuite):
