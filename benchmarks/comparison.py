@@ -58,7 +58,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.equal == self.total:
             return f"all {self.total} tokens equal"
-        kind = "near ties" if self.lead < NEAR_TIE else "MORE THAN NEAR TIES"
+        kind = "near ties" if self.lead < NEAR_TIE else "not only near ties"
         return f"{self.equal} of {self.total} tokens before the first differences, {kind} (lead {self.lead:.3f})"
 
 

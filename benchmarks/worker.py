@@ -82,14 +82,22 @@ def _host(pipe: Connection, threads: int, make: Callable[..., Any], arguments: t
         pipe.send((False, _told(error)))
         return
     pipe.send((True, None))
+    try:
+        with suppress(EOFError, BrokenPipeError):  # the comparison was stopped: there is nobody to tell
+            _serve(pipe, hosted)
+    finally:
+        if hasattr(hosted, "close"):
+            hosted.close()
+
+
+def _serve(pipe: Connection, hosted: Any) -> None:
     while (message := pipe.recv()) is not None:
         method, values = message
         try:
-            pipe.send((True, getattr(hosted, method)(*values)))
+            answer = (True, getattr(hosted, method)(*values))
         except Exception as error:
-            pipe.send((False, _told(error)))
-    if hasattr(hosted, "close"):
-        hosted.close()
+            answer = (False, _told(error))
+        pipe.send(answer)
 
 
 def _told(error: Exception) -> str:
