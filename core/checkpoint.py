@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.interfaces import ModelConfig
 from rwkv_lightning.core.layout import LayoutError, find_config, foreign
+from rwkv_lightning.core.mapped import MappedFile
 from rwkv_lightning.core.tensor_file import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Checkpoint:
         self.config = config
         self.metadata: Mapping[str, str] = file.metadata
         self._tensors = file.tensors
+        self._mapped = MappedFile(file.path)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -77,6 +79,10 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as stored, on the CPU: its stored shape and type; not to be written to."""
         return self._tensors[name]
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """A tensor of this file has been laid out elsewhere: its pages need not stay in memory."""
+        self._mapped.release(tensor)
 
     @property
     def dtype(self) -> torch.dtype:

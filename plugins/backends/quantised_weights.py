@@ -53,11 +53,16 @@ class QuantisedSource:
     def linear(self, name: str) -> Linear:
         """The operator of a matrix by its official name; low-rank pairs are transposed to [out, in]."""
         if name in self._checkpoint.manifest.layers:
-            return self._make(self._quantised(name))
+            quantised = self._quantised(name)
+            linear = self._make(quantised)
+            self._checkpoint.release(quantised.values)
+            return linear
         weight = self._kept(name)
         if LOW_RANK.search(name):
             weight = weight.t()
-        return make_linear(weight, self._dtype, deterministic=self._deterministic)
+        linear = make_linear(weight, self._dtype, deterministic=self._deterministic)
+        self._checkpoint.release(self._checkpoint.tensor(name))
+        return linear
 
     def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] int32 -> [T, C] float32 rows of emb.weight."""

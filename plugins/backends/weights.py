@@ -51,6 +51,7 @@ class CheckpointSource:
         self._deterministic = deterministic
         self._on_read = on_read
         self._embedding = self._read("emb.weight")
+        checkpoint.release(checkpoint.tensor("emb.weight"))  # rows come back as they are used
 
     def linear(self, name: str) -> Linear:
         """The operator of a matrix by its official name; low-rank pairs are transposed to [out, in]."""
@@ -59,7 +60,9 @@ class CheckpointSource:
         if LOW_RANK.search(name):
             weight = weight.t()
         after_relu2 = name.endswith("ffn.value.weight")
-        return make_linear(weight, self._dtype, deterministic=self._deterministic, sparse_input=after_relu2)
+        linear = make_linear(weight, self._dtype, deterministic=self._deterministic, sparse_input=after_relu2)
+        self._checkpoint.release(self._checkpoint.tensor(name))
+        return linear
 
     def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] int32 -> [T, C] float32 rows of emb.weight."""
