@@ -195,6 +195,7 @@ struct Head {
   Vec values(int64_t token, int64_t i, T* v_first) const {
     const Vec v = input(given.v, token, i);
     T* const first = v_first + token * width + channel + i;
+    __builtin_prefetch(first + kTokensAhead * width, 1);
     if (!given.v_mix) {
       store(first, v, shape.lanes(i));
       return v;
@@ -247,7 +248,8 @@ struct Head {
   }
 };
 
-// What a sweep brings into the cache on its way: `bytes` of the next head's state for each key.
+// What a sweep brings into the second-level cache on its way (the first is full): `bytes` of a later head's state for
+// each key.
 struct Ahead {
   const char* state;
   int64_t bytes;
@@ -257,8 +259,8 @@ struct Ahead {
 inline Vec key(const float* numbers, int64_t j, bool wanted) { return wanted ? splat(numbers[j]) : Vec{}; }
 
 // One pass over VECS vectors of values of every key. First, when UPDATE, what `last` did: S = S decay + removed kk_a +
-// v k, stored from one matrix to another (or in place). Then, when READ, what `next` needs: removed = S . -kk and
-// y = S . decay r.
+// v k. Then, when READ, what `next` needs: removed = S . -kk and y = S . decay r. S goes from one matrix to another, or
+// stays where it is.
 template <int VECS, bool UPDATE, bool READ, class From, class To>
 inline void sweep(int64_t keys, const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t lanes,
                   const Token& last, Token& next, int64_t value, Ahead ahead) {
@@ -267,8 +269,9 @@ inline void sweep(int64_t keys, const From* from, int64_t from_stride, To* to, i
     v[i] = widen(last.v + value + i * kLanes);
     gone[i] = widen(last.removed + value + i * kLanes);
   }
+  Saturation<To> limit;
   for (int64_t j = 0; j < keys; j++) {
-    for (int64_t line = 0; line < ahead.bytes; line += 64) __builtin_prefetch(ahead.state + j * ahead.bytes + line, 1);
+    for (int64_t line = 0; line < ahead.bytes; line += 64) __builtin_prefetch(ahead.state + j * ahead.bytes + line, 0, 2);
     const Vec k = key(last.k, j, UPDATE), kk_a = key(last.kk_a, j, UPDATE), decay = key(last.decay, j, UPDATE);
     const Vec minus_kk = key(next.minus_kk, j, READ), decay_r = key(next.decay_r, j, READ);
 #pragma GCC unroll 4
@@ -279,9 +282,12 @@ inline void sweep(int64_t keys, const From* from, int64_t from_stride, To* to, i
         removed[i] = fused(s, minus_kk, removed[i]);
         y[i] = fused(s, decay_r, y[i]);
       }
-      if (UPDATE) store(to + j * to_stride + i * kLanes, s, lanes);
+      if (UPDATE || (const void*)from != to) limit.store(to + j * to_stride + i * kLanes, s, lanes);
     }
   }
+  if (limit.passed())
+    for (int64_t j = 0; j < keys; j++)
+      for (int i = 0; i < VECS; i++) limit.hold(to + j * to_stride + i * kLanes, lanes);
   for (int i = 0; i < VECS && READ; i++) {
     narrow(next.removed + value + i * kLanes, removed[i]);
     narrow(next.y + value + i * kLanes, y[i]);
@@ -297,26 +303,30 @@ void sweep_head(const Shape<SIZE>& shape, const From* from, int64_t from_stride,
                                i ? Ahead{nullptr, 0} : ahead);
 }
 
-// One head of one row: its tokens from..to, its state in `state`.
+// A float state that one token only works on need not be copied: it is used where it is.
+float* in_place(float* state) { return state; }
+float* in_place(Half*) { return nullptr; }
+
+// One head of one row: its tokens from..to, its state in `state`, that of a later task in `later`.
 template <class T, class S, int SIZE>
-void run_head(const Head<T, SIZE>& head, int64_t from, int64_t to, T* v_first, S* state, const S* next_state, T* out,
+void run_head(const Head<T, SIZE>& head, int64_t from, int64_t to, T* v_first, S* state, const S* later, T* out,
               float* memory) {
   const Shape<SIZE> shape = head.shape;
   const int64_t size = shape.size(), padded = shape.padded();
-  float* const buffer = memory;
-  Token a(buffer + size * padded, padded), b(a.decay + Token::kArrays * padded, padded);
+  Token a(memory + size * padded, padded), b(a.decay + Token::kArrays * padded, padded);
   Token *now = &a, *last = &b;
+  float* const own = to == from + 1 ? in_place(state) : nullptr;
+  float* const buffer = own ? own : memory;
+  const int64_t stride = own ? size : padded;
   for (int64_t t = from; t < to; t++) {
     head.prepare(*now, t, v_first);
-    if (t == from) sweep_head<false, true>(shape, state, size, state, size, *last, *now);
-    else if (t == from + 1) sweep_head<true, true>(shape, state, size, buffer, padded, *last, *now);
-    else sweep_head<true, true>(shape, buffer, padded, buffer, padded, *last, *now);
+    if (t == from) sweep_head<false, true>(shape, state, size, buffer, stride, *last, *now);
+    else sweep_head<true, true>(shape, buffer, stride, buffer, stride, *last, *now);
     head.finish(*now, t, out);
     std::swap(now, last);
   }
-  const Ahead ahead = {(const char*)next_state, next_state ? size * int64_t(sizeof(S)) : 0};
-  if (to == from + 1) sweep_head<true, false>(shape, state, size, state, size, *last, *now, ahead);
-  else sweep_head<true, false>(shape, buffer, padded, state, size, *last, *now, ahead);
+  const Ahead ahead = {(const char*)later, later ? size * int64_t(sizeof(S)) : 0};
+  sweep_head<true, false>(shape, buffer, stride, state, size, *last, *now, ahead);
 }
 
 // A 64-byte aligned buffer of this thread.
@@ -342,7 +352,7 @@ void wkv7(const RecurrentHeads& weights, const RecurrentRows& rows, const Recurr
     const int64_t row = task / heads;
     const Head<T, SIZE> head{shape, weights, given, task % heads * size, heads * size};
     float* const memory = scratch((size + 2 * Token::kArrays) * shape.padded());
-    run_head(head, rows.offsets[row], rows.offsets[row + 1], v_first, state_of(task), state_of(task + 1), out, memory);
+    run_head(head, rows.offsets[row], rows.offsets[row + 1], v_first, state_of(task), state_of(task + 2), out, memory);
   }
 }
 

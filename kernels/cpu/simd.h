@@ -185,4 +185,33 @@ SIMD void store(T* to, Vec v, int64_t lanes) {
   std::memcpy(to, padded, lanes * sizeof(T));
 }
 
+// Stores numbers whose type has no infinity among them: `store` many, and `hold` all of them again if some `passed`.
+// For Half on AVX512 this is cheaper than to limit each number, which takes the units that convert.
+template <class T>
+struct Saturation {
+  void store(T* to, Vec v, int64_t lanes) { simd::store(to, v, lanes); }
+  bool passed() const { return false; }
+  void hold(T*, int64_t) {}
+};
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+template <>
+struct Saturation<Half> {
+  __m256i largest = _mm256_setzero_si256();  // twice the bits, which loses the sign
+
+  void store(Half* to, Vec v, int64_t lanes) {
+    if (lanes < kLanes) return simd::store(to, v, lanes);
+    const __m256i half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    largest = _mm256_max_epu16(largest, _mm256_add_epi16(half, half));
+    _mm256_storeu_si256((__m256i*)to, half);
+  }
+  bool passed() const {
+    return _mm256_cmpge_epu16_mask(largest, _mm256_set1_epi16(int16_t(2 * 0x7c00))) != 0;
+  }
+  void hold(Half* to, int64_t lanes) {
+    if (lanes >= kLanes) narrow(to, widen(to));
+  }
+};
+#endif
+
 }  // namespace simd
