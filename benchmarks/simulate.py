@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.common import progress
 from benchmarks.scaling import MACHINES, Machine, Model
 from benchmarks.scheduler import DRAWN, NoText, fill, turn
+from rwkv_lightning.core.collector import settle
 from rwkv_lightning.core.ledger import SlotLedger
 from rwkv_lightning.core.random_checkpoint import SHAPES
 from rwkv_lightning.core.request import GenerationRequest, SamplingParams
@@ -138,6 +139,7 @@ class Simulation:
 
 
 def load_table(site: Site, sessions: int, loads: Sequence[float]) -> Iterator[tuple[float, Outcome]]:
+    settle()  # as the server does
     for load in loads:
         progress(f"load {load:.0%}")
         gc.collect()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rwkv_lightning.core.collector import settle
 from rwkv_lightning.core.host import PluginHost
 from rwkv_lightning.core.metrics import Metrics
 from rwkv_lightning.core.models import LoadedModel, ModelManager
@@ -29,7 +30,9 @@ WARM_UP = 20  # tokens drawn before a sampler is measured, so that there are pen
 def load(settings: Settings) -> LoadedModel:
     """The model that the settings name, with an engine that is driven by hand: its thread is not started."""
     torch.set_num_threads(settings.threads)
-    return ModelManager(settings, PluginHost(settings), Metrics()).load(lambda summary: None)
+    model = ModelManager(settings, PluginHost(settings), Metrics()).load(lambda summary: None)
+    settle()  # as the server does
+    return model
 
 
 def sampling(model: LoadedModel, sampler: str, max_tokens: int, **values: object) -> SamplingParams:

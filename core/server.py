@@ -14,6 +14,7 @@ import uvicorn
 from rich.console import Console
 
 from rwkv_lightning.core.app import build_app
+from rwkv_lightning.core.collector import settle
 from rwkv_lightning.core.errors import StartError
 from rwkv_lightning.core.host import PluginHost
 from rwkv_lightning.core.interfaces import ServerContext
@@ -37,6 +38,7 @@ def serve(settings: Settings) -> None:
     context = build_context(settings)
     app = build_app(context)
     listener = bind(settings.host, settings.port)
+    settle()
     print_banner(context, listener.getsockname()[1])
     config = uvicorn.Config(
         app,
