@@ -60,6 +60,9 @@ class LoadOptions:
 class Batch:
     """One ragged step: row i feeds tokens[offsets[i]:offsets[i+1]] to the state in slots[i].
 
+    The tensors are contiguous and in host memory, whatever the device: a model checks them there, and takes along what
+    its device needs.
+
     Args:
         tokens: [T] int32, flat, row after row; every row has at least one token.
         offsets: [R+1] int32, offsets[0] == 0 and offsets[R] == T.
@@ -87,7 +90,10 @@ class SlotStates(Protocol):
         """Copy each (source, destination) slot; sources are untouched, destinations distinct."""
 
     def export(self, slot: int) -> Any:
-        """A lossless snapshot of one slot in host memory, independent of later changes to the slot."""
+        """A lossless snapshot of one slot in host memory, independent of later changes to the slot.
+
+        May be called beside a step, from another thread, for a slot that no step touches meanwhile.
+        """
 
     def restore(self, slot: int, snapshot: Any) -> None:
         """Put a snapshot made by `export` into a slot, bit for bit."""

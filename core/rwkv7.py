@@ -7,21 +7,30 @@ The residual stream and the shift states are float32; the operators' inputs and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from rwkv_lightning.core.replay import cpu_steps
 from rwkv_lightning.core.slots import LayerStates, SlotPool
 from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
 from rwkv_lightning.kernels import recurrent
 from rwkv_lightning.kernels.linear import KernelLinear, LinearGroup
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
+from rwkv_lightning.kernels.triton import pairs_for
 from rwkv_lightning.kernels.triton.graphs import DecodeGraphs
+from rwkv_lightning.kernels.triton.transfers import upload
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import Activation, Batch, Linear, SlotStates, WeightSource
     from rwkv_lightning.kernels.triton.graphs import Capture, DecodeInputs
+    from rwkv_lightning.kernels.triton.low_rank import LowRankPairs
+
+    Join = Callable[..., LowRankPairs | None]
+
+LOW = tuple(map(MIXES.index, "wagv"))  # the inputs of the low-rank pairs, in the order of their operators
+FEW = 256  # numbers of which Python finds the least sooner than torch does
 
 
 class RWKV7:
@@ -56,9 +65,12 @@ class RWKV7:
         self._workspace = Workspace(source.config.n_embd, dtype, device)
         self._replay = None if capture is None else _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))
         self._embed_norm = kernels.norm_rows(*_norm(source, "blocks.0.ln0"))
-        self._layers = [_Layer(source, kernels, index) for index in range(source.config.n_layer)]
+        join = pairs_for(torch.device(device).type)
+        self._layers = [_Layer(source, kernels, index, join) for index in range(source.config.n_layer)]
         self._final_norm = kernels.norm_rows(*_norm(source, "ln_out"))
         self._head = _Operators("head", [source.linear("head.weight")], dtype=torch.float32)
+        recordable = self._head.recordable and all(layer.recordable for layer in self._layers)
+        self._steps = cpu_steps(self.device, recordable, self._advance)
 
     def new_states(self, count: int) -> SlotPool:
         """Room for `count` resident states, zero at first."""
@@ -80,33 +92,52 @@ class RWKV7:
             ValueError: a token, slot, offset or position is out of range; nothing has been changed then.
         """
         pool = cast("SlotPool", states)
-        rows, positions = _check(batch, self.config.vocab_size, pool.count)
-        if self._replay is not None and positions == list(range(rows.slots.numel())) and len(positions) == rows.tokens:
-            logits = self._replay(batch.tokens, rows.slots, pool)
+        _check(batch, self.config.vocab_size, pool.count)
+        if (self._replay is not None or self._steps is not None) and _decodes(batch):
+            logits = self._decode(batch, pool)
             if logits is not None:
                 return logits
-        return self.run(batch.tokens, rows, batch.logit_positions, pool, self._workspace)
+        given = batch.tokens, batch.offsets, batch.slots, batch.logit_positions
+        tokens, offsets, slots, positions = upload(given, self.device)
+        rows = Rows(offsets.contiguous(), slots.contiguous(), len(tokens))
+        return self.run(tokens, rows, positions, pool, self._workspace)
+
+    def _decode(self, batch: Batch, pool: SlotPool) -> torch.Tensor | None:
+        """Logits after one token per row by a step met before, or None when this batch must run eagerly."""
+        if self._replay is not None:
+            return self._replay(batch.tokens, batch.slots, pool)
+        assert self._steps is not None
+        return self._steps(self._embed(batch.tokens, self._workspace), batch.slots, pool)
 
     def run(
         self, tokens: torch.Tensor, rows: Rows, positions: torch.Tensor, pool: SlotPool, workspace: Workspace
     ) -> torch.Tensor:
         """The eager step over a checked batch, in the buffers of `workspace`; logits [S, V] after `positions`."""
-        b = workspace.buffers(rows.tokens)
+        return self._advance(self._embed(tokens, workspace), rows, pool, positions)
+
+    def _embed(self, tokens: torch.Tensor, workspace: Workspace) -> Buffers:
+        """The buffers for these tokens, the residual stream filled."""
+        b = workspace.buffers(len(tokens))
         self._embed_norm(self._embedding(tokens), None, None, b.x)
+        return b
+
+    def _advance(self, b: Buffers, rows: Rows, pool: SlotPool, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Everything after the embedding; logits after `positions`, None for all."""
         delta = None
         for layer, state in zip(self._layers, pool.layers, strict=True):
             delta = layer.time_mix(delta, state, rows, b)
             layer.mix_channels(b.x, delta, state.channel_shift, rows, b.channel_in)
             if layer is not self._layers[-1]:
                 delta = layer.feed_forward(b.channel_inputs, b)
-        return self._logits(b, positions, workspace)
+        return self._logits(b, positions)
 
-    def _logits(self, b: Buffers, positions: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def _logits(self, b: Buffers, positions: torch.Tensor | None) -> torch.Tensor:
         """The last layer's feed-forward, the final norm and the head, only where logits are wanted."""
-        if not positions.numel():
-            return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=positions.device)
-        chosen = workspace.buffers(positions.numel())
-        inputs = (b.channel_inputs[0].index_select(0, positions),)
+        inputs, chosen = b.channel_inputs, b
+        if positions is not None:
+            if not positions.numel():
+                return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=positions.device)
+            inputs, chosen = (inputs[0].index_select(0, positions),), b.workspace.buffers(positions.numel())
         delta = self._layers[-1].feed_forward(inputs, chosen)
         self._final_norm(b.x, positions, delta, chosen.y)
         return self._head((chosen.y,), chosen)[0]
@@ -137,7 +168,7 @@ class _Replay:
 class _Layer:
     """One layer: its small weights in kernels, its matrices in groups of operators that run together."""
 
-    def __init__(self, source: WeightSource, kernels: recurrent.Kernels, index: int) -> None:
+    def __init__(self, source: WeightSource, kernels: recurrent.Kernels, index: int, join: Join | None) -> None:
         name = f"blocks.{index}."
         att, ffn = f"{name}att.", f"{name}ffn."
         mixes = torch.stack([source.tensor(f"{att}x_{letter}") for letter in MIXES])
@@ -154,15 +185,28 @@ class _Layer:
         shapes: tuple[Activation, ...] = ("none", "none", "none", "tanh", "none", "sigmoid")
         self.project = operators("project", f"{matrices} att.w1 att.a1 att.g1{v1}", *shapes)
         self.expand = operators("expand", f"att.w2 att.a2 att.g2{v2}")
+        self._matrices = _Operators("project", self.project.linears[:3])
+        self._pairs = None if join is None else self._joined(join)
         self.output = operators("output", "att.output.weight")
         self.key = operators("key", "ffn.key.weight", "relu2")
         self.value = operators("value", "ffn.value.weight")
+        groups = (self.project, self.expand, self.output, self.key, self.value)
+        self.recordable = kernels.recordable and all(group.recordable for group in groups)
+
+    def _joined(self, join: Join) -> LowRankPairs | None:
+        """The low-rank pairs in one, where that can be had."""
+        down, activations = self.project.linears[3:], self.project.activations[3:]
+        return join(down, self.expand.linears, activations, LOW[: len(down)])
 
     def time_mix(self, delta: torch.Tensor | None, state: LayerStates, rows: Rows, b: Buffers) -> torch.Tensor:
         """Add `delta` to the residual stream, and return what time mixing adds next."""
         self.mix_tokens(b.x, delta, state.time_shift, rows, b.time_in)
-        r, k, v, *low = self.project(b.first_time_inputs if self._is_first else b.time_inputs, b)
-        w, a, g, *v_mix = self.expand(low, b)
+        if self._pairs is not None and b.rows <= self._pairs.most_rows:
+            r, k, v = self._matrices(b.time_inputs[:3], b)
+            w, a, g, *v_mix = self._pairs(b.time_in)
+        else:
+            r, k, v, *low = self.project(b.first_time_inputs if self._is_first else b.time_inputs, b)
+            w, a, g, *v_mix = self.expand(low, b)
         given = Projections(r, k, v, w, a, g, v_mix[0] if v_mix else None)
         self.wkv7(given, b.v_first, state.wkv, rows, b.y)
         return self.output((b.y,), b)[0]
@@ -183,20 +227,21 @@ class _Operators:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._name = name
-        self._linears = linears
+        self.linears = linears
         self._widths = tuple(linear.out_features for linear in linears)
         others: list[Activation] = ["none"] * (len(linears) - len(activations))
-        self._activations = (*activations, *others)
+        self.activations = (*activations, *others)
         self._dtype = dtype
         own = [linear for linear in linears if isinstance(linear, KernelLinear)]
         self._group = LinearGroup(own) if len(own) == len(linears) else None
+        self.recordable = self._group is not None and self._group.recordable
 
     def __call__(self, xs: Sequence[torch.Tensor], b: Buffers) -> Sequence[torch.Tensor]:
         """One result [T, out_features] per operator and input; the next call may overwrite them."""
         if self._group is None:
-            calls = zip(self._linears, xs, self._activations, strict=True)
+            calls = zip(self.linears, xs, self.activations, strict=True)
             return [linear(x, activation, self._dtype) for linear, x, activation in calls]
-        return self._group(xs, self._activations, outs=b.outputs(self._name, self._widths, self._dtype))
+        return self._group(xs, self.activations, outs=b.outputs(self._name, self._widths, self._dtype))
 
 
 def _norm(source: WeightSource, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,21 +254,29 @@ def _head_weights(source: WeightSource, att: str, is_first: bool) -> HeadWeights
     return HeadWeights(w0, a0, v0, k_k, k_a, r_k, *_norm(source, f"{att}ln_x"))
 
 
-def _check(batch: Batch, vocab_size: int, slot_count: int) -> tuple[Rows, list[int]]:
-    """The row structure and logit positions of a batch whose every index is in range: the kernels check nothing."""
-    tokens, offsets, slots = batch.tokens.tolist(), batch.offsets.tolist(), batch.slots.tolist()
-    positions: list[int] = batch.logit_positions.tolist()
+def _decodes(batch: Batch) -> bool:
+    """Whether every row is one token, after which logits are wanted."""
+    rows = len(batch.slots)
+    return len(batch.tokens) == rows and batch.logit_positions.tolist() == list(range(rows))
+
+
+def _check(batch: Batch, vocab_size: int, slot_count: int) -> None:
+    """Raise ValueError unless every index of a batch is in range: the kernels check nothing."""
+    tokens, offsets, slots = len(batch.tokens), batch.offsets.tolist(), batch.slots.tolist()
     rising = all(map(operator.lt, offsets, offsets[1:]))
-    if not slots or len(offsets) != len(slots) + 1 or not rising or offsets[0] != 0 or offsets[-1] != len(tokens):
-        raise ValueError(f"batch.offsets {offsets} do not cut {len(tokens)} tokens into {len(slots)} rows")
+    if not slots or len(offsets) != len(slots) + 1 or not rising or offsets[0] != 0 or offsets[-1] != tokens:
+        raise ValueError(f"batch.offsets {offsets} do not cut {tokens} tokens into {len(slots)} rows")
     if len(set(slots)) < len(slots):
         raise ValueError(f"batch.slots {slots} must be distinct")
-    _check_range("slots", slots, slot_count)
-    _check_range("tokens", tokens, vocab_size)
-    _check_range("logit_positions", positions, len(tokens))
-    return Rows(batch.offsets.contiguous(), batch.slots.contiguous(), len(tokens)), positions
+    _check_range("slots", batch.slots, slot_count)
+    _check_range("tokens", batch.tokens, vocab_size)
+    _check_range("logit_positions", batch.logit_positions, tokens)
 
 
-def _check_range(name: str, values: list[int], end: int) -> None:
-    if values and (min(values) < 0 or max(values) >= end):
-        raise ValueError(f"batch.{name} must lie in 0..{end - 1}, not in {min(values)}..{max(values)}")
+def _check_range(name: str, values: torch.Tensor, end: int) -> None:
+    if not len(values):
+        return
+    ends = values.tolist() if len(values) < FEW else [int(each) for each in values.aminmax()]
+    least, most = min(ends), max(ends)
+    if least < 0 or most >= end:
+        raise ValueError(f"batch.{name} must lie in 0..{end - 1}, not in {least}..{most}")

@@ -8,35 +8,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rwkv_lightning.kernels.cpu.memory import slabs
+from rwkv_lightning.kernels.triton.transfers import StateTransfers
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import ModelConfig
+    from rwkv_lightning.kernels.triton.transfers import Arrival
 
 STATE_DTYPES = (torch.float32, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One state in host memory, bit for bit; nobody changes its tensors.
+
+    What was exported from a GPU may still be on its way. Only reading `shift` or `wkv` on the host waits for it.
 
     Args:
         shift: [L, 2, C] float32.
         wkv: [L, H, N, N] float32 or float16, key-major.
+        arrival: when both hold their numbers; None when they do already.
     """
 
-    shift: torch.Tensor
-    wkv: torch.Tensor
+    __slots__ = ("_arrival", "_shift", "_wkv")
+
+    def __init__(self, shift: torch.Tensor, wkv: torch.Tensor, arrival: Arrival | None = None) -> None:
+        self._shift, self._wkv, self._arrival = shift, wkv, arrival
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """[L, 2, C] float32; may wait. Raises RuntimeError when the device failed."""
+        return self.wait()._shift
+
+    @property
+    def wkv(self) -> torch.Tensor:
+        """[L, H, N, N]; as `shift`."""
+        return self.wait()._wkv
+
+    @property
+    def pending(self) -> tuple[tuple[torch.Tensor, torch.Tensor], Arrival | None]:
+        """Shift and wkv, for a device to read once they have arrived, and when that is."""
+        return (self._shift, self._wkv), self._arrival
+
+    def wait(self) -> Snapshot:
+        """Let the calling thread wait until its numbers are there."""
+        arrival = self._arrival
+        if arrival is not None:
+            arrival.synchronize()
+            self._arrival = None
+        return self
 
     @property
     def nbytes(self) -> int:
         """Bytes of both tensors."""
-        return self.shift.nbytes + self.wkv.nbytes
+        return self._shift.nbytes + self._wkv.nbytes
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
         """The form that is stored: contiguous CPU tensors 'shift' and 'wkv'."""
@@ -86,6 +114,7 @@ class SlotPool:
         halves = zip(self.shift.unbind(), self.wkv.unbind(), strict=True)
         self.layers = [LayerStates(shift[0], shift[1], wkv) for shift, wkv in halves]
         self.nbytes_per_slot = (self.shift.nbytes + self.wkv.nbytes) // count
+        self._transfers = StateTransfers(device) if torch.device(device).type == "cuda" else None
 
     def reset(self, slots: Sequence[int]) -> None:
         """Set these slots to the zero state. Raises ValueError for a slot that does not exist."""
@@ -110,18 +139,27 @@ class SlotPool:
             self.wkv[:, destination].copy_(self.wkv[:, source])
 
     def export(self, slot: int) -> Snapshot:
-        """A lossless snapshot in host memory, independent of later changes. Raises ValueError for a bad slot."""
+        """A lossless snapshot in host memory, independent of later changes. Raises ValueError for a bad slot.
+
+        On a GPU nothing waits for the copy; it may be called from any thread (`StateTransfers`).
+        """
         self._check((slot,))
-        return Snapshot(_to_host(self.shift[:, :, slot]), _to_host(self.wkv[:, slot]))
+        views = self.shift[:, :, slot], self.wkv[:, slot]
+        if self._transfers is None:
+            return Snapshot(_to_host(views[0]), _to_host(views[1]))
+        (shift, wkv), arrival = self._transfers.to_host(views)
+        return Snapshot(shift, wkv, arrival)
 
     def restore(self, slot: int, snapshot: Snapshot) -> None:
         """Put a snapshot into a slot, bit for bit. Raises ValueError for a bad slot or a state of another form."""
         self._check((slot,))
-        shift, wkv = self.shift[:, :, slot], self.wkv[:, slot]
-        _check_form("shift", snapshot.shift, shift)
-        _check_form("wkv", snapshot.wkv, wkv)
-        shift.copy_(snapshot.shift)
-        wkv.copy_(snapshot.wkv)
+        views = self.shift[:, :, slot], self.wkv[:, slot]
+        given, arrival = snapshot.pending
+        for name, tensor, view in zip(("shift", "wkv"), given, views, strict=True):
+            _check_form(name, tensor, view)
+        there = snapshot.wait().pending[0] if self._transfers is None else self._transfers.to_device(given, arrival)
+        for view, tensor in zip(views, there, strict=True):
+            view.copy_(tensor)
 
     def _check(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -22,7 +22,7 @@ class Buffers:
 
     def __init__(self, workspace: Workspace, rows: int, width: int) -> None:
         self.rows = rows
-        self._workspace = workspace
+        self.workspace = workspace
         self._outputs: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, ...]] = {}
         self.x = workspace.take("x", (rows, width), torch.float32)
         self.y = workspace.take("y", (rows, width))
@@ -38,7 +38,7 @@ class Buffers:
         """One [rows, width] buffer per width, the same ones whenever asked with the same name and widths."""
         found = self._outputs.get((name, widths))
         if found is None:
-            take = self._workspace.take
+            take = self.workspace.take
             found = tuple(take(f"{name}{i}", (self.rows, width), dtype) for i, width in enumerate(widths))
             self._outputs[name, widths] = found
         return found

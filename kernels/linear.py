@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from rwkv_lightning.kernels import triton
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.cpu.memory import slabs
+from rwkv_lightning.kernels.cpu.program import Kernel
 
 Activation = Literal["none", "relu2", "tanh", "sigmoid"]
 
@@ -146,6 +147,19 @@ def activated(y: torch.Tensor, activation: Activation) -> torch.Tensor:
     return y if activation == "none" else _ACTIVATE[activation](y.float())
 
 
+_IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda y: y,
+    "relu2": lambda y: y.relu_().square_(),
+    "tanh": torch.tanh_,
+    "sigmoid": torch.sigmoid_,
+}
+
+
+def activate_(y: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of a product in its own type, in place: the same as `activated` rounded to that type."""
+    return _IN_PLACE[activation](y)
+
+
 # LinearTask of linear.cpp: weight, x, y; rows, columns, depth, x_stride, y_stride; weight_type, y_type, activation, 0
 _pack_task = struct.Struct("@3P5q4i").pack
 
@@ -163,9 +177,7 @@ class Kernels:
             *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32),
         ]
         self.pack.restype = None
-        self.run = lib.linear_run
-        self.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32]
-        self.run.restype = None
+        self.run = Kernel(lib, "linear_run", [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32])
         lib.linear_instructions.restype = ctypes.c_char_p
         self.instructions: str = lib.linear_instructions().decode()
 
@@ -255,6 +267,7 @@ class LinearGroup:
 
     def __init__(self, linears: Sequence[KernelLinear]) -> None:
         self.linears = list(linears)
+        self.recordable = all(isinstance(linear, BoundLinear) for linear in linears)
         self._binding = _Binding()
 
     def __call__(

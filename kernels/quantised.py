@@ -14,6 +14,7 @@ import torch
 
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.cpu.memory import slabs
+from rwkv_lightning.kernels.cpu.program import Kernel
 from rwkv_lightning.kernels.linear import (
     ACTIVATIONS,
     TYPES,
@@ -46,9 +47,7 @@ class Kernels:
         self.pack = lib.quantised_pack
         self.pack.argtypes = [pointer, pointer, int64, int64, int64, int32, pointer, int32]
         self.pack.restype = None
-        self.run = lib.quantised_run
-        self.run.argtypes = [ctypes.c_char_p, int64, int32]
-        self.run.restype = None
+        self.run = Kernel(lib, "quantised_run", [ctypes.c_char_p, int64, int32])
         lib.quantised_instructions.restype = ctypes.c_char_p
         self.instructions: str = lib.quantised_instructions().decode()
 

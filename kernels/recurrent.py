@@ -14,21 +14,27 @@ import torch
 
 from rwkv_lightning.kernels import reference, triton
 from rwkv_lightning.kernels.cpu.build import library
+from rwkv_lightning.kernels.cpu.program import Argument, Kernel
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Type of recurrent.cpp
 _STATE_TYPES = {torch.float32: 0, torch.float16: 2}
-_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_POINTER, _BYTES, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The three kernels of a device, as classes that take their weights, and why these."""
+    """The three kernels of a device, as classes that take their weights, and why these.
+
+    Args:
+        recordable: their calls can become part of a program (cpu/program.py).
+    """
 
     shift_mix: type[reference.ShiftMix]
     wkv7: type[reference.Wkv7]
     norm_rows: type[reference.NormRows]
     why: str
+    recordable: bool = False
 
 
 def select(device: torch.device | str) -> Kernels:
@@ -42,7 +48,7 @@ def select(device: torch.device | str) -> Kernels:
     if built.lib is None:
         return _reference(f"PyTorch reference: {built.why}")
     instructions = _functions(built.lib).instructions().decode()
-    return Kernels(CppShiftMix, CppWkv7, CppNormRows, f"C++ kernels ({instructions})")
+    return Kernels(CppShiftMix, CppWkv7, CppNormRows, f"C++ kernels ({instructions})", recordable=True)
 
 
 def _triton() -> Kernels:
@@ -95,14 +101,10 @@ class _Functions:
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.instructions = lib.recurrent_instructions
         self.instructions.restype = ctypes.c_char_p
-        self.shift_mix = lib.recurrent_shift_mix
-        self.shift_mix.argtypes = [*[_POINTER] * 3, _INT64, *[_POINTER] * 4, _INT32]
-        self.wkv7 = lib.recurrent_wkv7
-        self.wkv7.argtypes = [*[_POINTER] * 6, _INT32, _INT32]
-        self.norm_rows = lib.recurrent_norm_rows
-        self.norm_rows.argtypes = [_POINTER, _INT64, *[_POINTER] * 3, _INT32, _POINTER, _INT32, _INT64]
-        for function in (self.shift_mix, self.wkv7, self.norm_rows):
-            function.restype = None
+        self.shift_mix = Kernel(lib, "recurrent_shift_mix", [*[_POINTER] * 3, _INT64, *[_POINTER] * 4, _INT32])
+        self.wkv7 = Kernel(lib, "recurrent_wkv7", [*[_POINTER] * 2, _BYTES, *[_POINTER] * 3, _INT32, _INT32])
+        norm_rows = [_POINTER, _INT64, *[_POINTER] * 3, _INT32, _POINTER, _INT32, _INT64]
+        self.norm_rows = Kernel(lib, "recurrent_norm_rows", norm_rows)
 
 
 _functions = functools.cache(_Functions)
@@ -150,7 +152,7 @@ class _Bound:
     def __init__(self) -> None:
         self._tensors: tuple[torch.Tensor | None, ...] = ()
         self._tokens = -1
-        self.arguments: tuple[int | None, ...] = ()
+        self.arguments: tuple[Argument, ...] = ()
 
     def fits(self, tokens: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
         """Whether `arguments` were made from these."""
@@ -158,7 +160,7 @@ class _Bound:
             return False
         return all(map(operator.is_, tensors, self._tensors))
 
-    def keep(self, tokens: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[int | None, ...]) -> None:
+    def keep(self, tokens: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[Argument, ...]) -> None:
         """Remember the arguments, and the tensors so that their memory stays theirs."""
         self._tokens, self._tensors, self.arguments = tokens, tensors, arguments
 
@@ -185,7 +187,7 @@ class CppShiftMix(reference.ShiftMix):
 
     def _arguments(
         self, x: torch.Tensor, delta: torch.Tensor | None, shift: torch.Tensor, rows: Rows, out: torch.Tensor
-    ) -> tuple[int | None, ...]:
+    ) -> tuple[Argument, ...]:
         size, dtype = rows.tokens * self._width, out.dtype
         return (
             self._mix,
@@ -210,7 +212,6 @@ class CppWkv7(reference.Wkv7):
         pointers = [_weight(one, self._width) for one in (*small, weights.norm_weight, weights.norm_bias)]
         self._heads = _Heads(heads, self._width // heads, *pointers)
         self._heads_address = ctypes.addressof(self._heads)
-        self._given = _Given()
         self._bound = _Bound()
 
     def __call__(
@@ -223,14 +224,14 @@ class CppWkv7(reference.Wkv7):
 
     def _arguments(
         self, given: Projections, v_first: torch.Tensor, state: torch.Tensor, rows: Rows, out: torch.Tensor
-    ) -> tuple[int | None, ...]:
+    ) -> tuple[Argument, ...]:
         size, dtype = rows.tokens * self._width, out.dtype
         if (given.v_mix is None) != (self.weights.v0 is None):
             raise ValueError("v_mix is None in the first layer, which has no v0, and only there")
-        for name, tensor in given._asdict().items():
-            setattr(self._given, name, None if tensor is None else _pointer(name, tensor, dtype, size))
+        each = given._asdict().items()
+        pointers = [None if tensor is None else _pointer(name, tensor, dtype, size) for name, tensor in each]
         return (
-            ctypes.addressof(self._given),
+            bytes(_Given(*pointers)),
             _pointer("v_first", v_first, dtype, size),
             _pointer("state", state, state.dtype, state.shape[0] * self._state_size),
             _pointer("out", out, dtype, size),

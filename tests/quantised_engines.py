@@ -7,18 +7,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.checkpoints import make
 from rwkv_lightning.core import cli
 from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path
-from rwkv_lightning.core.interfaces import Batch, Model
+from rwkv_lightning.core.interfaces import Batch, LoadOptions, Model
+from rwkv_lightning.core.layout import MANIFEST
+from rwkv_lightning.core.quantised_checkpoint import QuantisedCheckpoint
+from rwkv_lightning.kernels import recurrent, reference
+from rwkv_lightning.kernels.triton import graphs
+from rwkv_lightning.kernels.triton.graphs import Run
+from rwkv_lightning.plugins.backends.precision import Precision
+from rwkv_lightning.plugins.backends.quantised_backend import Operators, load_model
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())["items"]
+HALF = Precision(torch.float16, torch.float16, "float16")
 NEAR_TIE = 0.3  # a margin between the two largest logits below which other weights may well choose otherwise
 
 
@@ -72,6 +82,71 @@ def serve_refuses(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert lines[-1].startswith("rwkv-lightning: error: ")
     assert "Traceback" not in shown.err
     return lines[-1]
+
+
+def damaged(path: Path, folder: Path, how: str) -> tuple[Path, str]:
+    """A copy of a converted file with one thing wrong, and what a server must say of it."""
+    out = folder / f"{how}.safetensors"
+    out.with_suffix(".vocab.txt").write_bytes(path.with_suffix(".vocab.txt").read_bytes())
+    content = path.read_bytes()
+    if how == "truncated":
+        out.write_bytes(content[:-1000])
+        return out, "is truncated or damaged"
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    manifest = json.loads(header["__metadata__"][MANIFEST])
+    change, expected = {
+        "version": ({"version": 99}, "has version 99 of the converted format, but this server reads version 1"),
+        "manifest": ({"group_size": 32}, "has a manifest that was changed after the conversion"),
+        "weights": ({}, "holds other weights than its manifest says"),
+    }[how]
+    header["__metadata__"][MANIFEST] = json.dumps({**manifest, **change})
+    tensors = bytearray(content[8 + size :])
+    if how == "weights":
+        for start in range(0, len(tensors), 64):
+            tensors[start] ^= 1
+    text = json.dumps(header).encode()
+    out.write_bytes(len(text).to_bytes(8, "little") + text + tensors)
+    return out, expected
+
+
+DAMAGES = ("truncated", "version", "manifest", "weights")
+
+
+@dataclass
+class Recorder:
+    """In the place of what captures a step on a GPU: the step is run again for every replay."""
+
+    captured: list[int] = field(default_factory=list)
+
+    def __call__(self, run: Run) -> Run:
+        self.captured.append(len(run()))
+        return run
+
+
+def decode_by_replays(
+    target: str, folder: Path, operators: Operators, monkeypatch: pytest.MonkeyPatch, deterministic: bool = False
+) -> Recorder:
+    """Decode a small random model as on a GPU, and check it against the same without captured steps.
+
+    PyTorch's form of the recurrence stands for a GPU's: what fills a batch lands in its last slot, which nobody uses.
+    """
+    path = folder / f"small-{target}.safetensors"
+    if not path.exists():
+        convert(make(folder / f"small-{target}.pth", "tiny"), target, path)
+    forms = recurrent.Kernels(reference.ShiftMix, reference.Wkv7, reference.NormRows, "PyTorch")
+    monkeypatch.setattr(recurrent, "select", lambda device: forms)
+    options = LoadOptions(deterministic=deterministic)
+    eager = load_model(QuantisedCheckpoint.open(path), options, HALF, operators)
+    recorder = Recorder()
+    monkeypatch.setattr(graphs, "capture_for", lambda device: recorder)
+    model = load_model(QuantisedCheckpoint.open(path), options, HALF, operators)
+    states, expected = model.new_states(8), eager.new_states(8)
+    for slots in ([6, 0, 3, 2, 5], [1, 2, 4], [1, 2, 4, 6, 0, 3]):
+        for token in (7, 8):
+            rows = [[token + slot] for slot in slots]
+            assert torch.equal(step(model, states, rows, slots), step(eager, expected, rows, slots))
+    return recorder
 
 
 WITHOUT_COMPILER = """

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_engines import converted_demo, golden_rate, run_without_compiler, serve_refuses
+from quantised_engines import (
+    DAMAGES,
+    HALF,
+    converted_demo,
+    damaged,
+    decode_by_replays,
+    golden_rate,
+    run_without_compiler,
+    serve_refuses,
+)
 
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.errors import StartError
@@ -19,8 +28,7 @@ from rwkv_lightning.kernels.cuda import build, mixed
 from rwkv_lightning.kernels.quantisation import QuantisedWeight, quantise_int4, quantise_int8
 from rwkv_lightning.plugins.backends.cutlass import CutlassBackend, gpu_operators
 from rwkv_lightning.plugins.backends.precision import Precision
-
-HALF = Precision(torch.float16, torch.float16, "float16")
+from rwkv_lightning.plugins.backends.quantised_backend import Operators
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +98,11 @@ class TestErrors:
         message = serve_refuses(capsys, "--inference-engine", "fp16", "--model-path", str(w8a16))
         assert "is quantised: choose --inference-engine cutlass" in message
 
+    @pytest.mark.parametrize("how", DAMAGES)
+    def test_a_damaged_file(self, w8a16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+        path, expected = damaged(w8a16, tmp_path, how)
+        assert expected in serve_refuses(capsys, *self.engine, "--model-path", str(path))
+
     def test_no_gpu(self, w8a16: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         message = serve_refuses(capsys, *self.engine, "--model-path", str(w8a16), "--device", "cuda")
@@ -126,7 +139,9 @@ class TestErrors:
         with pytest.raises(StartError, match=r"compute capability 7\.5 .*choose --inference-engine gemlite"):
             gpu_operators(LoadOptions(device="cuda"), HALF)
 
-    def test_a_compiler_that_fails(self, with_a_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_a_compiler_that_fails(
+        self, w8a16: Path, capsys: pytest.CaptureFixture[str], with_a_gpu: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         include = tmp_path / "include" / "cutlass"
         include.mkdir(parents=True)
         (include / "version.h").touch()
@@ -135,8 +150,11 @@ class TestErrors:
         broken.chmod(0o755)
         with_a_gpu.setattr(build, "headers", lambda: include.parent)
         with_a_gpu.setattr(build, "nvcc", lambda: str(broken))
-        with pytest.raises(build.BuildError, match=r"failed \(w8a16\.cu\(1\): error: planted\): choose --device cpu"):
-            build.build("80", tmp_path / "cache")
+        with_a_gpu.setattr(build, "cache_dir", lambda: tmp_path / "cache")
+        mixed.kernels.cache_clear()
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(w8a16), "--device", "cuda")
+        assert "failed (w8a16.cu(1): error: planted): choose --device cpu" in message
+        assert (tmp_path / "cache" / "cuda").is_dir()
         assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
@@ -151,9 +169,11 @@ class HostKernels:
     def __init__(self, status: int = 0) -> None:
         self.status = status
         self.many: list[int] = []
+        self.written: list[int] = []  # addresses
 
     def run(self, x: int, w: int, scales: int, y: int, rows: int, columns: int, depth: int, many: int, at: Any) -> int:
         self.many.append(many)
+        self.written.append(y)
         assert depth % 16 == columns % 8 == 0
 
         def view(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -195,36 +215,77 @@ class TestTheWayIntoTheKernel:
         self.linear(8, functions, one_tile=True)[0](torch.zeros(100, 64).half())
         assert functions.many == [0]
 
+    def test_it_writes_where_it_is_told(self) -> None:
+        """Straight from the kernel where that can write there: nothing is allocated then."""
+        functions = HostKernels()
+        linear, weight = self.linear(16, functions)
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)).half()
+        want = x.float() @ weight.dequantise().T
+        places = {
+            "own": (torch.empty(3, 16).half(), True),
+            "float32": (torch.empty(3, 16), False),
+            "apart": (torch.empty(3, 24).half()[:, :16], False),
+            "odd": (torch.empty(3 * 16 + 1).half()[1:].view(3, 16), False),
+        }
+        for name, (out, straight) in places.items():
+            for activation, form in (("none", lambda y: y), ("relu2", lambda y: y.relu().square())):
+                assert linear(x, activation, out=out) is out, name
+                torch.testing.assert_close(out.float(), form(want), rtol=1e-2, atol=1e-2)
+                assert (functions.written[-1] == out.data_ptr()) == straight, name
+        with pytest.raises(ValueError, match=r"needed is \[3, 16\]"):
+            linear(x, out=torch.empty(1, 16).half())
+
+    def test_rows_that_lie_apart(self) -> None:
+        linear, weight = self.linear(8, HostKernels())
+        x = torch.randn(3, 80, generator=torch.Generator().manual_seed(2)).half()[:, :64]
+        torch.testing.assert_close(linear(x).float(), x.float() @ weight.dequantise().T, rtol=1e-2, atol=1e-2)
+
+    def test_steps_of_decoding_are_captured(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        functions = HostKernels()
+
+        def operators(one_tile: bool) -> Operators:
+            return Operators(
+                lambda weight: mixed.MixedLinear(weight, "cpu", functions, one_tile=one_tile),  # type: ignore[arg-type]
+                "CUTLASS",
+            )
+
+        assert decode_by_replays("cutlass-w8a16", tmp_path, operators(False), monkeypatch).captured == [6, 3]
+        deterministic = decode_by_replays("cutlass-w8a16", tmp_path, operators(True), monkeypatch, True)
+        assert deterministic.captured == []
+
     def test_refusals(self) -> None:
         linear, _ = self.linear(8, HostKernels(status=7))
         with pytest.raises(RuntimeError, match="the W8A16 product failed: status 7"):
             linear(torch.zeros(1, 64).half())
-        for x in (torch.zeros(1, 64), torch.zeros(1, 32).half(), torch.zeros(64).half()):
-            with pytest.raises(ValueError, match=r"takes float16 \[T, 64\]"):
+        for x, complaint in (
+            (torch.zeros(1, 64), r"computes in torch\.float16"),
+            (torch.zeros(1, 32).half(), r"takes \[T, 64\]"),
+            (torch.zeros(64).half(), r"takes \[T, 64\]"),
+        ):
+            with pytest.raises(ValueError, match=complaint):
                 linear(x)
         for weight in (quantise_int4(torch.zeros(4, 64), 64), quantise_int8(torch.zeros(4, 24))):
             with pytest.raises(ValueError, match="MixedLinear takes int8"):
                 mixed.MixedLinear(weight, "cpu", HostKernels())  # type: ignore[arg-type]
 
 
-if build.problem() is None:
+@pytest.mark.skipif(build.problem() is not None, reason=f"the CUDA kernels cannot be built here: {build.problem()}")
+class TestBuild:
+    """nvcc compiles without a card; the code is in the library and the library loads."""
 
-    class TestBuild:
-        """nvcc compiles without a card; the code is in the library and the library loads."""
+    def compiled(self, architecture: str, folder: Path) -> None:
+        path = build.build(architecture, folder)
+        functions = mixed.Kernels(ctypes.CDLL(str(path)))
+        assert functions.message(0) == "Success"
+        assert f"sm_{architecture}".encode() in path.read_bytes()
+        first = path.stat().st_mtime_ns
+        assert build.build(architecture, folder).stat().st_mtime_ns == first  # built once
+        assert [each.name for each in path.parent.iterdir()] == ["w8a16.so"]
 
-        def compiled(self, architecture: str, folder: Path) -> None:
-            path = build.build(architecture, folder)
-            functions = mixed.Kernels(ctypes.CDLL(str(path)))
-            assert functions.message(0) == "Success"
-            assert f"sm_{architecture}".encode() in path.read_bytes()
-            first = path.stat().st_mtime_ns
-            assert build.build(architecture, folder).stat().st_mtime_ns == first  # built once
-            assert [each.name for each in path.parent.iterdir()] == ["w8a16.so"]
+    def test_ampere(self, tmp_path: Path) -> None:
+        self.compiled("80", tmp_path)
 
-        def test_ampere(self, tmp_path: Path) -> None:
-            self.compiled("80", tmp_path)
-
-        @pytest.mark.nightly
-        @pytest.mark.parametrize("architecture", ["90a", "120"])
-        def test_later_cards(self, tmp_path: Path, architecture: str) -> None:
-            self.compiled(architecture, tmp_path)
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("architecture", ["90a", "120"])
+    def test_later_cards(self, tmp_path: Path, architecture: str) -> None:
+        self.compiled(architecture, tmp_path)

@@ -1,20 +1,26 @@
-"""The gemlite backend: conformance, quality, choices, errors; and GemLite's own operators where they are installed."""
+"""The gemlite backend: conformance, quality, choices, errors."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import types
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-from quantised_engines import converted_demo, feed, golden_rate, run_without_compiler, serve_refuses
+from quantised_engines import (
+    DAMAGES,
+    converted_demo,
+    damaged,
+    feed,
+    golden_rate,
+    run_without_compiler,
+    serve_refuses,
+)
 
 from benchmarks.checkpoints import make
+from rwkv_lightning.core import cli
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path
@@ -22,15 +28,12 @@ from rwkv_lightning.core.errors import CheckpointError, StartError
 from rwkv_lightning.core.host import PluginHost
 from rwkv_lightning.core.interfaces import Backend, LoadOptions, Model
 from rwkv_lightning.core.testing.backends import BackendSuite
-from rwkv_lightning.kernels.linear import ReferenceLinear
-from rwkv_lightning.plugins.backends import gemlite, gemlite_gpu
+from rwkv_lightning.plugins.backends import gemlite
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
 from rwkv_lightning.plugins.backends.gemlite import GemliteBackend, GemliteSettings
-from rwkv_lightning.plugins.backends.precision import Precision
 from server_process import ServerProcess
 
 FLOAT32 = LoadOptions(dtype="float32")
-HALF = Precision(torch.float16, torch.float16, "float16")
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +192,19 @@ class TestErrors:
         message = serve_refuses(capsys, "--inference-engine", "fp16", "--model-path", str(int8))
         assert "is quantised: choose --inference-engine gemlite" in message
 
-    def test_a_truncated_file(self, int8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "cut.safetensors"
-        path.write_bytes(int8.read_bytes()[:-1000])
-        (tmp_path / "cut.vocab.txt").write_bytes(int8.with_name(f"{int8.stem}.vocab.txt").read_bytes())
-        assert "truncated or damaged" in serve_refuses(capsys, *self.engine, "--model-path", str(path))
+    @pytest.mark.parametrize("how", DAMAGES)
+    def test_a_damaged_file(self, int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+        path, expected = damaged(int4, tmp_path, how)
+        assert expected in serve_refuses(capsys, *self.engine, "--model-path", str(path))
+
+    @pytest.mark.parametrize("target", ["gemlite-int8", "cutlass-w8a16"])
+    def test_int4_to_int8(self, int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
+        out = tmp_path / "q.safetensors"
+        assert cli.main(["convert", str(int4), "--to", target, str(out)]) == 1
+        message = capsys.readouterr().err
+        assert "is quantised" in message
+        assert message.count("\n") == 1
+        assert not out.exists()
 
     def test_no_gpu(self, int8: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -207,17 +218,55 @@ class TestErrors:
         message = serve_refuses(capsys, *self.engine, "--model-path", str(int8), "--device", "cuda")
         assert "pip install 'rwkv-lightning[gemlite]'" in message
 
-    def test_a_shape_that_does_not_divide(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No such file is written, but one may be made by hand."""
+    def test_no_c_compiler(
+        self, int8: Path, capsys: pytest.CaptureFixture[str], with_a_gpu: pytest.MonkeyPatch
+    ) -> None:
+        with_a_gpu.setattr("importlib.util.find_spec", lambda name: name)
+        with_a_gpu.setattr(gemlite, "c_compiler", lambda: None)
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(int8), "--device", "cuda")
+        assert "install gcc or clang or set CC, or choose --device cpu" in message
+
+    def test_which_compiler_triton_takes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+        assert gemlite.c_compiler() is None
+        (tmp_path / "clang").touch(mode=0o755)
+        assert gemlite.c_compiler() == str(tmp_path / "clang")
+        monkeypatch.setenv("CC", "mycc")
+        assert gemlite.c_compiler() == "mycc"
+
+    def test_an_extra_that_cannot_be_imported(
+        self, int8: Path, capsys: pytest.CaptureFixture[str], with_a_gpu: pytest.MonkeyPatch
+    ) -> None:
+        with_a_gpu.setattr("importlib.util.find_spec", lambda name: name)
+        with_a_gpu.setattr(gemlite, "c_compiler", lambda: "cc")
+        with_a_gpu.setattr(torch.cuda, "get_device_name", lambda device: "any")
+        with_a_gpu.setitem(sys.modules, "gemlite", None)
+        message = serve_refuses(capsys, *self.engine, "--model-path", str(int8), "--device", "cuda")
+        assert "importing gemlite failed (import of gemlite halted" in message
+        assert "choose --device cpu" in message
+
+    @pytest.mark.parametrize(("target", "unit"), [("gemlite-int8", 32), ("gemlite-int4", 64), ("cutlass-w8a16", 16)])
+    def test_a_shape_that_does_not_divide(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, unit: int
+    ) -> None:
+        """It is refused when converting; no such file is written, but one in int8 may be made by hand."""
         from benchmarks.checkpoints import ModelShape
         from rwkv_lightning.core import convert as conversion
 
         source = make(tmp_path / "odd.pth", ModelShape(1, 72, 16, 16, 16, 32, vocab_size=320, head_size=24))
-        with monkeypatch.context() as patch:
+        path = tmp_path / "odd.safetensors"
+        expected = f"has 72 inputs in head.weight, which {target} cannot divide into {unit}s: choose"
+        assert cli.main(["convert", str(source), "--to", target, str(path)]) == 1
+        assert expected in capsys.readouterr().err
+        if target == "gemlite-int4":
+            return
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(conversion, "misfit", lambda *args: None)
-            convert(source, "gemlite-int8", tmp_path / "odd.safetensors")
-        with pytest.raises(CheckpointError, match=r"72 inputs in .* cannot divide into 32s"):
-            GemliteBackend().load(tmp_path / "odd.safetensors", LoadOptions())
+            convert(source, target, path)
+        vocabulary = demo_model_path().with_suffix(".vocab.txt")
+        engine = ("--inference-engine", target.partition("-")[0], "--vocab", str(vocabulary))
+        assert expected.partition(" in ")[0] in serve_refuses(capsys, *engine, "--model-path", str(path))
 
     def test_damaged_scales(self, int8: Path, tmp_path: Path) -> None:
         import dataclasses
@@ -233,72 +282,3 @@ class TestErrors:
         save_file(tensors, tmp_path / "q.safetensors", metadata=manifest.metadata())
         with pytest.raises(CheckpointError, match=r"holds NaN or infinity in blocks\.0\.att\.key\.weight"):
             GemliteBackend().load(tmp_path / "q.safetensors", LoadOptions())
-
-
-class TestOnAGpu:
-    """What of it can be seen without one."""
-
-    @pytest.mark.parametrize(
-        ("options", "precision", "scheme", "activations", "expected"),
-        [
-            (LoadOptions(device="cuda", deterministic=True), HALF, "int8", "auto", "add up in no fixed order"),
-            (FLOAT32, Precision(torch.float32, torch.float32, ""), "int8", "auto", "choose --dtype float16"),
-            (LoadOptions(device="cuda"), HALF, "int4", "8", "int4 weights take 16-bit activations on a GPU"),
-        ],
-    )
-    def test_choices_that_cannot_serve(
-        self, options: LoadOptions, precision: Precision, scheme: str, activations: str, expected: str
-    ) -> None:
-        with pytest.raises(StartError, match=expected):
-            gemlite_gpu.gpu_operators(options, precision, scheme, activations)
-
-    def test_the_operator_activates_in_float32(self) -> None:
-        weight = torch.randn(6, 32)
-        layer = ReferenceLinear(weight, torch.float32)
-        linear = gemlite_gpu.GemliteLinear(layer, (6, 32), torch.float32)
-        x = torch.randn(3, 32)
-        assert (linear.in_features, linear.out_features) == (32, 6)
-        for activation in ("none", "relu2", "tanh", "sigmoid"):
-            assert torch.equal(linear(x, activation), layer(x, activation))
-        assert linear(x, dtype=torch.float16).dtype == torch.float16
-        assert linear(x[:0]).shape == (0, 6)
-
-    def test_what_the_autotuner_found_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        loaded: list[str] = []
-
-        def cache_config(path: str) -> None:
-            Path(path).write_text('{"GEMM": 1}')
-
-        fake = types.SimpleNamespace(
-            load_config=lambda path, print_error: loaded.append(path), cache_config=cache_config
-        )
-        monkeypatch.setitem(sys.modules, "gemlite", fake)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A/B 100")
-        monkeypatch.setattr(gemlite_gpu, "_tuned", [])
-        monkeypatch.setenv("RWKV_LIGHTNING_CACHE_DIR", str(tmp_path))
-        gemlite_gpu.load_tuning("cuda")
-        assert loaded == []
-        gemlite.shutdown()
-        kept = tmp_path / "gemlite" / "NVIDIA-A-B-100.json"
-        assert json.loads(kept.read_text()) == {"GEMM": 1}
-        assert [path.name for path in kept.parent.iterdir()] == [kept.name]
-        gemlite_gpu.load_tuning("cuda")
-        assert loaded == [str(kept)]
-
-    def test_a_cache_that_cannot_be_written_is_logged(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace())
-        monkeypatch.setattr(gemlite_gpu, "_tuned", [tmp_path / "file" / "x.json"])
-        gemlite_gpu.save_tuning()
-        assert "tuning was not kept" in caplog.text
-
-
-if find_spec("gemlite") and find_spec("triton"):
-
-    def test_gemlite_packs_and_multiplies_what_the_file_holds() -> None:
-        """GemLite's own code in Triton's interpreter, under a pretended device."""
-        script = Path(__file__).with_name("gemlite_without_gpu.py")
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, done.stderr[-3000:]

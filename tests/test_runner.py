@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from rwkv_lightning.core.request import SamplingParams
-from rwkv_lightning.core.runner import draw, make_batch
+from rwkv_lightning.core.interfaces import Batch
+from rwkv_lightning.core.request import SamplingParams, TokenLogprob
+from rwkv_lightning.core.runner import draw, make_batch, note_prompt_logprobs
+from rwkv_lightning.core.sequence import Chunk
 
 
 class Largest:
@@ -60,6 +62,35 @@ def test_bias_is_added_for_its_row_only() -> None:
     assert [d.token for d in drawn] == [2, 1]
 
 
+def test_every_row_gets_its_own_bias() -> None:
+    logits = torch.zeros(4, 3)
+    biases: list[dict[int, float]] = [{0: 1.5, 2: -0.25}, {}, {2: 3.0, 1: 2.0}, {0: -100.0}]
+    seen: list[torch.Tensor] = []
+
+    class Noting(Largest):
+        def sample(self, logits: torch.Tensor, rows: list[Any]) -> list[int]:
+            seen.append(logits.clone())
+            return super().sample(logits, rows)
+
+    sampler = Noting()
+    draw(logits, [(sequence(sampler, logit_bias=bias), row) for row, bias in enumerate(biases)])
+    assert seen[0].tolist() == [[bias.get(token, 0.0) for token in range(3)] for bias in biases]
+
+
+def test_rows_get_as_many_alternatives_as_they_ask_for() -> None:
+    samples = [(sequence(top_logprobs=count), i % 2) for i, count in enumerate((2, None, 0, 3, 2))]
+    entries = [drawn.logprob for drawn in draw(LOGITS.clone(), samples)]
+    assert [entry and len(entry.top) for entry in entries] == [2, None, 0, 3, 2]
+    expected = torch.log_softmax(LOGITS, dim=-1)
+    for (_, row), entry in zip(samples, entries, strict=True):
+        if entry is not None:
+            assert entry.token == int(LOGITS[row].argmax())
+            assert math.isclose(entry.logprob or 0.0, float(expected[row].max()), rel_tol=1e-5)
+            assert [token for token, _ in entry.top] == expected[row].argsort(descending=True)[
+                : len(entry.top)
+            ].tolist()
+
+
 def test_logprobs_are_those_of_the_raw_distribution() -> None:
     (drawn,) = draw(LOGITS.clone(), [(sequence(top_logprobs=2, logit_bias={2: 100.0}), 0)])
     total = math.log(sum(math.exp(x) for x in LOGITS[0].tolist()))
@@ -78,13 +109,36 @@ def test_a_failed_row_has_no_logprob() -> None:
 
 
 def test_a_batch_is_ragged() -> None:
-    chunks: list[Any] = [
-        SimpleNamespace(sequence=sequence(), tokens=(7,), slot=3, wants_logits=True),
-        SimpleNamespace(sequence=sequence(), tokens=(1, 2, 3), slot=0, wants_logits=False),
-        SimpleNamespace(sequence=sequence(), tokens=[4, 5], slot=2, wants_logits=True),
+    chunks = [
+        Chunk(sequence(), 3, (7,), True),
+        Chunk(sequence(), 0, (1, 2, 3), False),
+        Chunk(sequence(), 2, (4, 5), True),
     ]
-    batch = make_batch(chunks, "cpu")
+    batch = make_batch(chunks)
     assert batch.tokens.tolist() == [7, 1, 2, 3, 4, 5]
     assert batch.offsets.tolist() == [0, 1, 4, 6]
     assert batch.slots.tolist() == [3, 0, 2]
     assert batch.logit_positions.tolist() == [0, 5]
+    types = [getattr(batch, name).dtype for name in Batch.__dataclass_fields__]
+    assert types == [torch.int32, torch.int32, torch.int32, torch.int64]
+
+
+def test_a_batch_may_want_no_logits() -> None:
+    batch = make_batch([Chunk(sequence(), 0, (1, 2, 3), False)])
+    assert batch.logit_positions.tolist() == []
+    assert batch.logit_positions.dtype == torch.int64
+
+
+def test_prompts_that_are_scored_get_logits_after_every_token() -> None:
+    scored = sequence(prompt_logprobs=True, top_logprobs=1)
+    scored.prompt, scored.prompt_logprobs = (9, 0, 2, 1), [TokenLogprob(9, None)]
+    chunks = [Chunk(sequence(), 1, (7,), True), Chunk(scored, 0, (9, 0, 2), False)]
+    assert make_batch(chunks).logit_positions.tolist() == [0, 1, 2, 3]
+    logits = torch.tensor([[3.0, 0.0, 1.0], [0.0, 0.0, 5.0], [2.0, 2.5, 0.0]])
+    note_prompt_logprobs(chunks, logits)
+    expected = torch.log_softmax(logits, dim=-1)
+    noted = scored.prompt_logprobs[1:]
+    assert [entry.token for entry in noted] == [0, 2, 1]
+    for entry, row, token in zip(noted, expected, (0, 2, 1), strict=True):
+        assert math.isclose(entry.logprob, float(row[token]), rel_tol=1e-5)
+        assert entry.top == ((token, entry.logprob),)

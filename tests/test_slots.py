@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -177,3 +177,65 @@ def test_a_pool_must_make_sense() -> None:
         SlotPool(CONFIG, 0, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"float32 or float16, not torch\.bfloat16"):
         SlotPool(CONFIG, 1, dtype=torch.bfloat16)
+
+
+class Late:
+    """A device's transfers whose copies are on their way until somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def to_host(self, views: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Late]:
+        self.sources = [view.clone() for view in views]
+        self.hosts = [torch.zeros_like(source) for source in self.sources]
+        return self.hosts, self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        for host, source in zip(self.hosts, self.sources, strict=True):
+            host.copy_(source)
+
+    def to_device(self, tensors: Sequence[torch.Tensor], arrival: Late | None) -> list[torch.Tensor]:
+        if arrival is not None:  # the device waits, not the host
+            arrival.synchronize()
+            self.waits -= 1
+        return [tensor.clone() for tensor in tensors]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> tuple[SlotPool, Late]:
+    pool, transfers = filled(torch.float16), Late()
+    monkeypatch.setattr(pool, "_transfers", transfers)
+    return pool, transfers
+
+
+def test_a_device_is_waited_for_by_those_who_read(late: tuple[SlotPool, Late]) -> None:
+    pool, transfers = late
+    before = bits(pool, 2)
+    snapshot = pool.export(2)
+    pool.reset([2])
+    assert snapshot.nbytes == pool.nbytes_per_slot
+    assert transfers.waits == 0
+    tensors = snapshot.to_tensors()
+    assert transfers.waits == 1
+    assert before == (tensors["shift"].numpy().tobytes(), tensors["wkv"].numpy().tobytes())
+    assert snapshot.to_tensors()["shift"] is tensors["shift"]
+    assert transfers.waits == 1
+
+
+def test_a_state_comes_back_to_a_device_without_being_waited_for(late: tuple[SlotPool, Late]) -> None:
+    pool, transfers = late
+    before = bits(pool, 2)
+    snapshot = pool.export(2)
+    pool.reset([2])
+    pool.restore(4, snapshot)
+    assert bits(pool, 4) == before
+    assert transfers.waits == 0
+
+
+def test_a_device_gives_its_states_to_a_pool_on_the_host(late: tuple[SlotPool, Late]) -> None:
+    pool, transfers = late
+    host = SlotPool(CONFIG, 1, dtype=torch.float16)
+    host.restore(0, pool.export(3))
+    assert bits(host, 0) == bits(pool, 3)
+    assert transfers.waits == 1

@@ -93,6 +93,15 @@ def test_capturing_touches_no_state() -> None:
     assert inputs.positions.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("size", [1, 3, 6, 960])
+def test_inputs_begin_where_kernels_like_it(size: int) -> None:
+    """Addresses of another alignment would make Triton compile every kernel once more."""
+    inputs = DecodeInputs.make(size, "cpu")
+    assert inputs.tokens.data_ptr() % 16 == inputs.rows.slots.data_ptr() % 16 == 0
+    assert inputs.tokens.is_contiguous()
+    assert inputs.rows.slots.is_contiguous()
+
+
 def test_a_larger_batch_runs_eagerly() -> None:
     recorder = Recorder()
     assert recorder.graphs(most=4)(*batch(*range(5))) is None

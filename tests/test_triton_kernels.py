@@ -17,6 +17,7 @@ from rwkv_lightning.kernels import linear, recurrent, sampling, sampling_referen
 from rwkv_lightning.kernels.sampling import Row, Rule
 from rwkv_lightning.kernels.sampling_advance import _kernel, advance
 from rwkv_lightning.kernels.triton.graphs import CudaCapture, capture_for
+from rwkv_lightning.kernels.triton.low_rank import pairs_of
 
 FOLDER = Path(__file__).parent / "gpu"
 ROOT = FOLDER.parents[1]
@@ -34,7 +35,7 @@ def run(*command: str, **environment: str) -> None:
 def test_kernels_equal_their_references() -> None:
     interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     checks = sorted(str(file) for file in FOLDER.glob("check_*.py"))
-    assert len(checks) == 4
+    assert len(checks) == 6
     run("-m", "pytest", "-p", "no:cacheprovider", *checks, **interpreter)
 
 
@@ -54,10 +55,12 @@ class TestChoice:
         function, why = sampling.select("cuda")
         assert (function.__module__, why) == ("rwkv_lightning.kernels.triton.sampling", "Triton kernel")
         assert isinstance(capture_for("cuda"), CudaCapture)
+        assert triton.pairs_for("cuda") is pairs_of
 
     def test_a_cpu_does_not(self) -> None:
         assert recurrent.select("cpu").wkv7.__name__ != "TritonWkv7"
         assert capture_for("cpu") is None
+        assert triton.pairs_for("cpu") is None
 
     @pytest.mark.parametrize(
         ("environment", "installed", "why"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rwkv_lightning.core.cache.record import Expected
 from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.checkpoint import fingerprint
 from rwkv_lightning.core.errors import StoreError
-from rwkv_lightning.core.slots import SlotPool, Snapshot
+from rwkv_lightning.core.slots import SlotPool
 from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.core.text.output import decode_text
 
@@ -44,20 +44,8 @@ def open_states(
 
     initial = InitialStates(model.config, slots.wkv.dtype, settings.state_dir, settings.initial_state)
     store, failure = open_store(settings, host)
-    cache = StateCache(cache_config(settings, slots.count), expected, store, exporter(model, slots), text_of)
+    cache = StateCache(cache_config(settings, slots.count), expected, store, slots.export, text_of)
     return ModelStates(cache, initial, settings.prefill_budget, failure)
-
-
-def exporter(model: Model, slots: SlotPool) -> Callable[[int], Snapshot]:
-    """Copies a slot to host memory, page-locked where there is a device, so that copies run beside its work."""
-    if model.device.startswith("cpu"):
-        return slots.export
-
-    def export(slot: int) -> Snapshot:
-        snapshot = slots.export(slot)
-        return Snapshot(snapshot.shift.pin_memory(), snapshot.wkv.pin_memory())
-
-    return export
 
 
 def cache_config(settings: Settings, slots: int) -> CacheConfig:

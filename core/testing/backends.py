@@ -71,8 +71,6 @@ class BackendSuite(Suite, ABC):
             slots=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
             logit_positions=wanted,
         )
-        for name in Batch.__dataclass_fields__:
-            setattr(batch, name, getattr(batch, name).to(model.device))
         return model.forward(batch, states).clone()
 
     def alone(self, prompt: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rwkv_lightning.kernels.cuda.build import arch, library
-from rwkv_lightning.kernels.linear import Activation, activated
+from rwkv_lightning.kernels.linear import Activation, KernelLinear, activate_, activated, place
 from rwkv_lightning.kernels.quantisation import QuantisedWeight
 
 COLUMN_UNIT = 8  # the kernel's results are whole 128-bit words
@@ -40,8 +40,11 @@ def kernels(device: str) -> Kernels:
     return Kernels(library(arch(torch.cuda.get_device_capability(device))))
 
 
-class MixedLinear:
-    """y = activation(x @ W.T) in float16 with int8 weights.
+class MixedLinear(KernelLinear):
+    """y = activation(x @ W.T) in float16 with int8 weights, on PyTorch's current stream.
+
+    Nothing is allocated where the result goes straight into the caller's buffer; else PyTorch's allocator is asked, so
+    that steps of it can be captured.
 
     Args:
         weight: int8, K a multiple of 16.
@@ -49,6 +52,9 @@ class MixedLinear:
         functions: the loaded library's.
         one_tile: take the tiles for few rows whatever the number of rows.
     """
+
+    dtype = torch.float16
+    why = "CUTLASS mixed-input products, fp16 x int8"
 
     def __init__(self, weight: QuantisedWeight, device: str, functions: Kernels, *, one_tile: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -61,23 +67,41 @@ class MixedLinear:
         self._one_tile = one_tile
 
     def __call__(
-        self, x: torch.Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
+        self,
+        x: torch.Tensor,
+        activation: Activation = "none",
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, K] float16 -> [T, N] in `dtype` (float16). Raises RuntimeError when the kernel refuses."""
-        if x.dtype != torch.float16 or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; this linear takes float16 [T, {self.in_features}]")
-        x = x.contiguous()
-        y = x.new_empty(x.shape[0], self._values.shape[0])
-        if x.shape[0]:
-            self._run(x, y)
-        return activated(y[:, : self.out_features], activation).to(dtype or torch.float16)
+        """x [T, K] float16 -> [T, N] in `dtype` (float16), written into `out` when given.
 
-    def _run(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        Raises:
+            ValueError: a wrong shape, type or device, naming it.
+            RuntimeError: the kernel refuses.
+        """
+        if out is None:
+            out = x.new_empty(x.shape[0], self.out_features, dtype=dtype or self.dtype)
+        x, out = place(self, x, activation, dtype, out)
+        if not x.shape[0]:
+            return out
+        if self._takes(out):
+            return activate_(self._run(x.contiguous(), out), activation)
+        y = self._run(x.contiguous(), x.new_empty(x.shape[0], self._values.shape[0]))
+        return out.copy_(activated(y[:, : self.out_features], activation))
+
+    def _takes(self, out: torch.Tensor) -> bool:
+        """Whether the kernel can write there."""
+        words = self.out_features % COLUMN_UNIT == 0 and out.data_ptr() % 16 == 0
+        return words and out.dtype == self.dtype and out.is_contiguous()
+
+    def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         many = not self._one_tile and x.shape[0] >= MANY_ROWS
-        status = self._functions.run(
-            *(tensor.data_ptr() for tensor in (x, self._values, self._scales, y)),
-            *(x.shape[0], y.shape[1], self.in_features, int(many)),
-            torch.cuda.current_stream(x.device).cuda_stream,
-        )
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            status = self._functions.run(
+                *(tensor.data_ptr() for tensor in (x, self._values, self._scales, y)),
+                *(x.shape[0], y.shape[1], self.in_features, int(many)),
+                torch.cuda.current_stream(x.device).cuda_stream,
+            )
         if status:
             raise RuntimeError(f"the W8A16 product failed: {self._functions.message(status)}")
+        return y

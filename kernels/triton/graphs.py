@@ -16,6 +16,7 @@ import torch
 
 from rwkv_lightning.kernels.reference import Rows
 from rwkv_lightning.kernels.triton import missing
+from rwkv_lightning.kernels.triton.transfers import ALIGNMENT, page_locked
 
 log = logging.getLogger(__name__)
 
@@ -76,25 +77,33 @@ class DecodeInputs:
         tokens: [size] int32.
         rows: their structure; its slots are an input too.
         positions: [size] int64, logits are wanted after every token.
+        memory: [2, size and a little more] int32, what the tokens and the slots are views of.
     """
 
     tokens: torch.Tensor
     rows: Rows
     positions: torch.Tensor
+    memory: torch.Tensor
 
     @classmethod
     def make(cls, size: int, device: torch.device | str) -> DecodeInputs:
+        aligned = ALIGNMENT // torch.int32.itemsize
+        memory = torch.empty(2, -(-size // aligned) * aligned, dtype=torch.int32, device=device)
+        memory[0].zero_()
+        memory[1].fill_(NO_SLOT)
         offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
-        slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
-        tokens = torch.zeros(size, dtype=torch.int32, device=device)
-        return cls(tokens, Rows(offsets, slots, size), torch.arange(size, device=device))
+        rows = Rows(offsets, memory[1, :size], size)
+        return cls(memory[0, :size], rows, torch.arange(size, device=device), memory)
 
     def load(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put a batch of at most `size` rows in; the rest fills."""
+        """Put a batch of at most `size` rows in, from the host and in one copy; the rest fills."""
         count = len(tokens)
-        self.tokens[:count].copy_(tokens, non_blocking=True)
-        self.rows.slots[:count].copy_(slots, non_blocking=True)
-        self.rows.slots[count:].fill_(NO_SLOT)
+        given = page_locked(self.memory.shape, torch.int32)
+        given[0, :count] = tokens
+        given[0, count:] = 0
+        given[1, :count] = slots
+        given[1, count:] = NO_SLOT
+        self.memory.copy_(given, non_blocking=given.is_pinned())
 
 
 class DecodeGraphs:
@@ -123,7 +132,10 @@ class DecodeGraphs:
         return self._sizes[at] if self._usable and at < len(self._sizes) else None
 
     def __call__(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor | None:
-        """Logits [R, V] of R rows of one token each, a buffer that the next call overwrites; None: run it eagerly."""
+        """Logits [R, V] of R rows of one token each, a buffer that the next call overwrites; None: run it eagerly.
+
+        Tokens and slots, [R] int32, are in host memory.
+        """
         size = self.size_for(len(tokens))
         if size is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from rwkv_lightning.kernels.linear import Activation, KernelLinear, ReferenceLinear
+from rwkv_lightning.kernels.linear import Activation, KernelLinear, ReferenceLinear, activate_
 from rwkv_lightning.kernels.triton.device import linear as device
 from rwkv_lightning.kernels.triton.launch import launch
 
@@ -13,13 +13,6 @@ TINY = 4  # rows up to which reading only the rows of the weight that are needed
 SPLITS = 16  # programs that share the depth of one product
 BLOCK_K, BLOCK_N = 32, 128
 OPTIONS = {"BLOCK_N": BLOCK_N, "enable_fp_fusion": True}
-
-_IN_PLACE = {
-    "none": lambda y: y,
-    "relu2": lambda y: y.relu_().square_(),
-    "tanh": torch.tanh_,
-    "sigmoid": torch.sigmoid_,
-}
 
 
 class DeviceLinear(ReferenceLinear):
@@ -40,11 +33,19 @@ class DeviceLinear(ReferenceLinear):
         if not fits or out is None or not out.dtype == x.dtype == self.dtype == (dtype or self.dtype):
             return super().__call__(x, activation, dtype, out)
         self._multiply(x, out)
-        _IN_PLACE[activation](out)
-        return out
+        return activate_(out, activation)
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(x, self._weight.t(), out=out)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K] in the compute type."""
+        return self._weight
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Keep the weight in this memory, [N, K] of its type, from now on."""
+        self._weight = memory.copy_(self._weight)
 
 
 class SparseInputLinear(DeviceLinear):

@@ -1,7 +1,7 @@
 """The sampling kernel on a GPU, with the signature of `sampling_reference.sample`.
 
-Options and penalties go to the GPU as they lie in host memory, sparse; the drawn ids come back in one copy, which is
-the only wait. The draws are those of the reference but for rounding.
+Options and penalties go to the GPU as they lie in host memory, sparse and in one copy; the drawn ids come back in
+another, which is the only wait. The draws are those of the reference but for rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rwkv_lightning.kernels.sampling_advance import advance
 from rwkv_lightning.kernels.sampling_rows import Row, RowState, Rule
 from rwkv_lightning.kernels.triton.device import sampling as device
 from rwkv_lightning.kernels.triton.launch import launch
+from rwkv_lightning.kernels.triton.transfers import upload
 
 ROWS_AT_ONCE = 128  # bounds the working memory: 20 bytes per row and token of the vocabulary
 TILE = 1024
@@ -50,7 +51,7 @@ class _Memory:
 
 
 def _draw(rule: Rule, logits: torch.Tensor, rows: Sequence[Row], memory: _Memory, drawn: torch.Tensor) -> None:
-    numbers, *penalties = (torch.from_numpy(each).to(logits.device, non_blocking=True) for each in _packed(rule, rows))
+    numbers, *penalties = upload([torch.from_numpy(each) for each in _packed(rule, rows)], logits.device)
     arguments = (logits, logits.stride(0), logits.shape[1], memory.padded, numbers.view(torch.int64), numbers)
     working = memory.y, memory.w, memory.kept
     warps = 8 if memory.tile >= 1024 else 4

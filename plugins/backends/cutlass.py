@@ -79,7 +79,7 @@ def gpu_operators(options: LoadOptions, precision: Precision) -> Operators:
     def make(weight: QuantisedWeight) -> Linear:
         return MixedLinear(weight, options.device, functions, one_tile=options.deterministic)
 
-    return Operators(make, "CUTLASS mixed-input products, fp16 x int8")
+    return Operators(make, MixedLinear.why)
 
 
 @hookimpl

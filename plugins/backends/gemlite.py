@@ -47,9 +47,13 @@ class GemliteBackend:
         from rwkv_lightning.plugins.backends.devices import device_problem
 
         problem = device_problem(device)
-        if problem is None and not device.startswith("cpu") and find_spec("gemlite") is None:
+        if problem is not None or device.startswith("cpu"):
+            return problem
+        if find_spec("gemlite") is None:
             return f"on a GPU it needs the package gemlite: {EXTRA}, or choose --device cpu"
-        return problem
+        if not c_compiler():
+            return "on a GPU Triton needs a C compiler: install gcc or clang or set CC, or choose --device cpu"
+        return None
 
     def load(self, path: Path, options: LoadOptions) -> Model:
         """Load a model file. Raises CheckpointError or StartError naming what is wrong and what to do."""
@@ -70,6 +74,14 @@ class GemliteBackend:
         from rwkv_lightning.plugins.backends.gemlite_gpu import gpu_operators
 
         return gpu_operators(options, precision, scheme, self.settings.activations)
+
+
+def c_compiler() -> str | None:
+    """The compiler that Triton takes for what launches its kernels; None when there is none."""
+    import os
+    import shutil
+
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def cpu_operators(options: LoadOptions, precision: Precision, activations: str) -> Operators:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from rwkv_lightning.core.errors import StartError
 from rwkv_lightning.kernels.cpu.build import cache_dir
-from rwkv_lightning.kernels.linear import activated
+from rwkv_lightning.kernels.linear import KernelLinear, activate_, activated, place
 from rwkv_lightning.kernels.quantisation import INT4_LEVELS, QuantisedWeight, unpack_int4
 from rwkv_lightning.plugins.backends.quantised_backend import Operators
 
@@ -25,29 +26,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SPLITS = (1, 2, 4, 8, 16)  # parts that GemLite cuts the depth of a product into
 
-class GemliteLinear:
-    """One of GemLite's operators as an `interfaces.Linear`.
+
+class GemliteLinear(KernelLinear):
+    """One of GemLite's operators as an operator of this package.
 
     Args:
-        layer: called with x [T, K] in the compute type, gives [T, N] in it.
+        layer: called with x [T, K] in the compute type, gives a fresh [T, N] in it.
         shape: (N, K).
         dtype: compute type.
     """
+
+    why = "GemLite"
 
     def __init__(
         self, layer: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> None:
         self.out_features, self.in_features = shape
+        self.dtype = dtype
         self._layer = layer
-        self._dtype = dtype
 
     def __call__(
-        self, x: torch.Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
+        self,
+        x: torch.Tensor,
+        activation: Activation = "none",
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, N] in `dtype` (the compute type)."""
-        y = self._layer(x) if x.shape[0] else x.new_empty(0, self.out_features)
-        return activated(y, activation).to(dtype or self._dtype)
+        """x [T, K] -> [T, N] in `dtype` (the compute type), written into `out` when given."""
+        if out is None:
+            out = x.new_empty(x.shape[0], self.out_features, dtype=dtype or self.dtype)
+        x, out = place(self, x, activation, dtype, out)
+        if not x.shape[0]:
+            return out
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton itself takes the current one
+            y = self._layer(x)
+        if out.dtype != y.dtype:
+            return out.copy_(activated(y, activation))
+        return activate_(out.copy_(y), activation)
 
 
 def gpu_operators(options: LoadOptions, precision: Precision, scheme: str, activations: str) -> Operators:
@@ -64,7 +81,14 @@ def gpu_operators(options: LoadOptions, precision: Precision, scheme: str, activ
             "int4 weights take 16-bit activations on a GPU: set gemlite's activations to auto or 16, "
             "or convert the original with --to gemlite-int8"
         )
-    load_tuning(options.device)
+    try:
+        load_tuning(options.device)
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StartError(
+            f"the gemlite engine cannot run here: importing gemlite failed ({reason}): "
+            "repair it with pip install --force-reinstall gemlite, or choose --device cpu"
+        ) from error
     device, dtype = options.device, precision.dtype
     build = _pick(scheme, activations)
 
@@ -81,15 +105,15 @@ def _pick(scheme: str, activations: str) -> Callable[[QuantisedWeight, str, torc
 
 
 def A16W8(weight: QuantisedWeight, device: str, dtype: torch.dtype) -> Any:
-    """16-bit activations, int8 weights with a scale per row."""
+    """16-bit activations, int8 weights; the sums are scaled, which is more exact than scaling every weight."""
     from gemlite import helper
 
-    processor = helper.A16W8_INT8(device=device, dtype=dtype)
+    processor = helper.A16W8_INT8(device=device, dtype=dtype, post_scale=True)
     return processor.from_weights(weight.values.to(device), scales=weight.scales.to(device))
 
 
 def A8W8(weight: QuantisedWeight, device: str, dtype: torch.dtype) -> Any:
-    """Activations quantised to int8 row by row, int8 weights with a scale per row."""
+    """Activations quantised to int8 row by row, int8 weights; the int32 sums are scaled by both scales."""
     from gemlite import helper
 
     processor = helper.A8W8_int8_dynamic(device=device, dtype=dtype)
@@ -103,7 +127,21 @@ def A16W4(weight: QuantisedWeight, device: str, dtype: torch.dtype) -> Any:
     scales = weight.scales.to(device, dtype)
     zeros = torch.full_like(scales, INT4_LEVELS)
     levels = unpack_int4(weight.values.to(device))
-    return helper.A16W4_HQQ_INT(device=device, dtype=dtype).from_weights(levels, scales, zeros)
+    layer = helper.A16W4_HQQ_INT(device=device, dtype=dtype).from_weights(levels, scales, zeros)
+    for name in ("scales", "zeros"):
+        setattr(layer, name, torch.nn.Parameter(with_zeros_behind(getattr(layer, name)), requires_grad=False))
+    return layer
+
+
+def with_zeros_behind(rows: torch.Tensor) -> torch.Tensor:
+    """The same [groups, N], with as many rows of zeros behind it in memory as GemLite may read beyond its end.
+
+    Its kernels cut the depth into up to 16 parts of whole groups, and read a scale for every group of every part. What
+    they find beyond the last is multiplied by zeros: that must not be NaN or infinity.
+    """
+    groups = rows.shape[0]
+    beyond = max(-groups % parts for parts in SPLITS) + 1  # and one for the last block of columns
+    return F.pad(rows, (0, 0, 0, beyond))[:groups]
 
 
 # ---- what the autotuner found, kept per kind of GPU

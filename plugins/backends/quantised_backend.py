@@ -15,6 +15,7 @@ from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.layout import engine_of
 from rwkv_lightning.core.rwkv7 import RWKV7
 from rwkv_lightning.core.tensor_file import open_tensors
+from rwkv_lightning.kernels.triton import graphs
 from rwkv_lightning.plugins.backends.precision import Precision
 from rwkv_lightning.plugins.backends.quantised_weights import QuantisedSource
 from rwkv_lightning.plugins.backends.weights import loading_bar
@@ -56,6 +57,8 @@ def load_model(
             dtype=precision.dtype,
             state_dtype=precision.state_dtype,
             description=f"{manifest.scheme} weights, {precision.why}; linears: {operators.why}",
+            # --deterministic is promised by the eager loop; nothing else about these engines forbids a graph.
+            capture=None if options.deterministic else graphs.capture_for(device),
         )
     log.info("loaded %s in %.2f s", checkpoint.path.name, time.perf_counter() - start)
     return model

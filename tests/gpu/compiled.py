@@ -27,7 +27,8 @@ from test_recurrent import Shift, TimeMix, noise, rows_of
 from rwkv_lightning.kernels.recurrent import Kernels
 from rwkv_lightning.kernels.sampling_rows import Row, Rule
 from rwkv_lightning.kernels.triton import sampling
-from rwkv_lightning.kernels.triton.linear import gathered
+from rwkv_lightning.kernels.triton.linear import DeviceLinear, gathered
+from rwkv_lightning.kernels.triton.low_rank import LowRankPairs
 from rwkv_lightning.kernels.triton.recurrent import TritonNormRows, TritonShiftMix, TritonWkv7
 
 TARGETS = {
@@ -71,6 +72,8 @@ def every_launch() -> list[Launch]:
         norm(noise(3, 4, 2048), torch.tensor([3, 1]), noise(4, 2, 2048).half(), torch.empty(2, 2048).half())
         norm(noise(3, 4, 2048), None, None, torch.empty(4, 2048))
         gathered(noise(5, 2, 8192).half(), noise(6, 8192, 2048).half(), torch.empty(2, 2048).half())
+        halves = [[DeviceLinear(noise(7, *shape), torch.float16)] for shape in ((96, 2048), (2048, 96))]
+        LowRankPairs(*halves, ["tanh"], [3])(noise(8, 6, 2, 2048).half())
         for rule in Rule:
             row = Row(1, 0, temperature=1.0)
             memory = sampling._Memory(1, 65536, torch.device("cpu"))

@@ -44,9 +44,9 @@ checks() { # checks NAME...: pytest over check files, without what it keeps betw
 
 if [[ ${1:-} == --cpu-dry-run ]]; then
     export CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1
-    few="norms or first_layer or is_not_read or no_rows or run_eagerly"
+    few="norms or first_layer or is_not_read or no_rows or run_eagerly or transfers or small_values"
     part machine 30 "$python" $here/machine.py "$work/ceilings.json" --tiny
-    part kernels 60 env TRITON_INTERPRET=1 "$python" $(checks recurrent linear sampling model) -k "$few"
+    part kernels 60 env TRITON_INTERPRET=1 "$python" $(checks recurrent linear low_rank sampling transfers model) -k "$few"
     part speed 30 "$python" $here/speed.py tiny "$work/ceilings.json" --rows 1 4 --prompt 32
     part streams 60 "$python" $here/streams.py demo --streams 8 --seconds 1
 elif [[ $# -eq 0 ]]; then
@@ -55,7 +55,7 @@ elif [[ $# -eq 0 ]]; then
         exit 2
     }
     part machine 45 "$python" $here/machine.py "$work/ceilings.json"
-    part kernels 70 "$python" $(checks recurrent linear sampling)
+    part kernels 70 "$python" $(checks recurrent linear low_rank sampling transfers)
     part golden 35 "$python" $(checks model)
     part speed-1.5b 35 "$python" $here/speed.py 1.5b "$work/ceilings.json"
     part speed-7.2b 55 "$python" $here/speed.py 7.2b "$work/ceilings.json"

@@ -25,19 +25,25 @@ class Decoder:
 
     def __init__(self, model: RWKV7, pool: SlotPool, rows: int) -> None:
         self.model, self.pool = model, pool
-        self.slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        self.offsets = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-        self.positions = torch.arange(rows, device=DEVICE)
+        self.slots = torch.arange(rows, dtype=torch.int32)
+        self.offsets = torch.arange(rows + 1, dtype=torch.int32)
+        self.positions = torch.arange(rows)
         self.tokens = list(range(rows))
         draws = {"top_k": 50, "top_p": 0.6, "presence": 2.0, "frequency": 0.2, "decay": 0.996}
         self.rows = [Row(1, i, temperature=1.0, **draws) for i in range(rows)]
 
     def forward(self) -> torch.Tensor:
-        fed = torch.tensor(self.tokens, dtype=torch.int32, device=DEVICE) % self.model.config.vocab_size
+        fed = torch.tensor(self.tokens, dtype=torch.int32) % self.model.config.vocab_size
         return self.model.forward(Batch(fed, self.offsets, self.slots, self.positions), self.pool)
 
     def step(self) -> None:
         self.tokens = sample(Rule.V1, self.forward(), self.rows)
+
+
+def that_fit(model: RWKV7, rows: list[int]) -> list[int]:
+    """The batches whose states fit into the memory that is left, beside as much again for a step."""
+    free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 1 << 30
+    return [each for each in rows if 2 * each * model.state_nbytes() < free]
 
 
 def ideal(ceilings: dict[str, float], cost: tuple[float, float]) -> float:
@@ -47,9 +53,9 @@ def ideal(ceilings: dict[str, float], cost: tuple[float, float]) -> float:
 
 def prefill(model: RWKV7, pool: SlotPool, tokens: int) -> float:
     """Seconds for a prompt of this many tokens in one step."""
-    prompt = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % model.config.vocab_size
-    offsets = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
-    slot, last = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([tokens - 1], device=DEVICE)
+    prompt = torch.arange(tokens, dtype=torch.int32) % model.config.vocab_size
+    offsets = torch.tensor([0, tokens], dtype=torch.int32)
+    slot, last = torch.zeros(1, dtype=torch.int32), torch.tensor([tokens - 1])
     return seconds(lambda: model.forward(Batch(prompt, offsets, slot, last), pool), 3)
 
 
@@ -62,10 +68,13 @@ def main() -> None:
     options = parser.parse_args()
     ceilings = json.loads(options.ceilings.read_text())
     model = random_model(options.shape, DEVICE, DTYPE)
-    pool = model.new_states(max(options.rows))
+    batches = that_fit(model, options.rows)
+    pool = model.new_states(max(batches))
     eager = random_model("tiny", DEVICE, DTYPE, graphs=False)
     print(f"| {options.shape} | {model.description} |")
-    for rows in options.rows:
+    for rows in sorted(set(options.rows) - set(batches)):
+        print(f"| {options.shape} decode, {rows} rows | the states do not fit into this card's memory |")
+    for rows in batches:
         decoder = Decoder(model, pool, rows)
         step, forward = seconds(decoder.step), seconds(decoder.forward)
         share = ideal(ceilings, step_cost(options.shape, rows, rows)) / step

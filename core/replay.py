@@ -1,0 +1,79 @@
+"""Decoding on a CPU: the kernel calls of a step, recorded once per number of rows and made again by one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rwkv_lightning.kernels.cpu.build import library
+from rwkv_lightning.kernels.cpu.program import Program, recorded
+from rwkv_lightning.kernels.reference import Rows
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Callable
+
+    from rwkv_lightning.core.slots import SlotPool
+    from rwkv_lightning.core.workspace import Buffers
+
+    Advance = Callable[[Buffers, Rows, SlotPool], torch.Tensor]
+
+KEPT = 256  # numbers of rows whose steps are kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A recorded step, with what its addresses point to."""
+
+    buffers: Buffers
+    pool: SlotPool
+    threads: int
+    rows: Rows
+    program: Program
+    logits: torch.Tensor
+
+    def fits(self, buffers: Buffers, pool: SlotPool) -> bool:
+        return self.buffers is buffers and self.pool is pool and self.threads == torch.get_num_threads()
+
+
+class CpuSteps:
+    """Steps in which every row feeds one token.
+
+    Args:
+        lib: the loaded kernels.
+        advance: the eager step after the embedding: buffers, rows and states -> logits in a buffer that stays. It must
+            consist of recorded kernel calls only.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, advance: Advance) -> None:
+        self._lib = lib
+        self._advance = advance
+        self._steps: dict[int, _Step] = {}
+
+    def __call__(self, buffers: Buffers, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
+        """Advance the states in `slots` [R] int32 by the R embedded tokens in `buffers`: logits [R, V]."""
+        step = self._steps.get(buffers.rows)
+        if step is None or not step.fits(buffers, pool):
+            return self._record(buffers, slots, pool)
+        step.rows.slots.copy_(slots)
+        step.program.run()
+        return step.logits
+
+    def _record(self, buffers: Buffers, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
+        """The eager step, remembered."""
+        count = buffers.rows
+        rows = Rows(torch.arange(count + 1, dtype=torch.int32), slots.clone(), count)
+        with recorded() as calls:
+            logits = self._advance(buffers, rows, pool)
+        if len(self._steps) >= KEPT:
+            self._steps.clear()
+        self._steps[count] = _Step(buffers, pool, torch.get_num_threads(), rows, Program(self._lib, calls), logits)
+        return logits
+
+
+def cpu_steps(device: str, recordable: bool, advance: Advance) -> CpuSteps | None:
+    """Recorded steps, where every kernel of the step can be recorded; else None."""
+    built = library() if device == "cpu" and recordable else None
+    return None if built is None or built.lib is None else CpuSteps(built.lib, advance)
