@@ -1,6 +1,7 @@
-"""What states cost: `python -m benchmarks.states [resume] [prefix] [disk] [types]`, by default all four.
+"""What states cost: `python -m benchmarks.states [resume] [copies] [prefix] [disk] [types]`, by default all five.
 
 - resume: from a session's last turn to its state in a row's slot, out of each tier, beside the time of one step;
+- copies: what steps wait for copies out of slots, while sessions come and go over few slots;
 - prefix: 100 requests at once that share a prompt of 4,000 tokens, with the prefix cache and without, in turns;
 - disk: 10,000 sessions of the demo model in the database: a look-up, /state/status, the start of a server;
 - types: what slots in fp16 and fp32 cost in bytes, speed and drift.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
@@ -17,16 +19,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import torch
 
 from benchmarks.common import EngineLoop, checkpoint, interleaved, load, progress
+from rwkv_lightning.core.bench_loop import prompt, sampling
+from rwkv_lightning.core.cache.kept import SessionTarget
+from rwkv_lightning.core.cache.keys import SessionKey
 from rwkv_lightning.core.cache.record import Expected, StateHeader, StateRecord, hash_tokens
+from rwkv_lightning.core.cache.sessions import Turn
 from rwkv_lightning.core.checkpoint import fingerprint
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.interfaces import Batch
 from rwkv_lightning.core.models import LoadedModel
+from rwkv_lightning.core.request import GenerationRequest
 from rwkv_lightning.core.slots import Snapshot
 from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.plugins.stores.sqlite import SqliteStore
@@ -81,6 +89,59 @@ def resume(options: argparse.Namespace) -> None:
 def record_of(model: LoadedModel, snapshot: Snapshot) -> StateRecord:
     header = StateHeader(fingerprint(open_tensors(model.path).tensors), "", 4, hash_tokens([1, 2, 3, 4]), "s")
     return StateRecord(header, snapshot)
+
+
+# copies
+
+ROUNDS, TURNS, AT_ONCE, FEW_SLOTS = 4, 50, 3, 8
+
+
+def copies(options: argparse.Namespace) -> None:
+    """The same turns with the copier, and without it: then every state is copied when its slot is needed.
+
+    The first round warms up: its copies count, its times do not.
+    """
+    turns = f"{ROUNDS * TURNS} turns, {options.shape} shape"
+    row(turns, "copies in steps", "beside", "a step waits, mean", "at most", "a step")
+    row("---", "---", "---", "---", "---", "---")
+    models = [load(checkpoint(options.shape), threads=options.threads, max_batch=FEW_SLOTS, l1_slots=5) for _ in "01"]
+    models[0].states.cache.moves.copier.close()
+    times = [play_turns(model, round_) for round_ in range(ROUNDS) for model in models]
+    for number, name in enumerate(("copied as slots are needed", "copied ahead")):
+        copied = models[number].states.cache.moves.copies
+        waits, steps = (list(itertools.chain(*part)) for part in zip(*times[2 + number :: 2], strict=True))
+        seconds = statistics.mean(waits), max(waits), statistics.median(steps)
+        row(name, copied["step"], copied["beside"], *(f"{1e3 * each:.3f} ms" for each in seconds))
+        models[number].states.shut_down()
+
+
+def play_turns(model: LoadedModel, round_: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step that were spent on moving states out of their slots, and of the whole step."""
+    engine, cache = model.engine, model.states.cache
+    waits: list[float] = []
+    steps: list[float] = []
+    step = timed(engine.step, steps)
+    with mock.patch.object(model.states, "before_run", timed(model.states.before_run, waits)):
+        for number in range(TURNS):
+            name = SessionKey(f"s{round_} {number}")
+            target = SessionTarget(name, cache.turns.begin(Turn(name.session)))
+            request = GenerationRequest(name.session, [prompt(model, 8, number)], sampling(model, "temperature", 6),
+                                        target=target, use_prefix_cache=False)  # fmt: skip
+            engine._add(request)
+            while engine.scheduler.num_running + engine.scheduler.num_waiting >= AT_ONCE:
+                step()
+        while not engine.scheduler.idle:
+            step()
+    return waits, steps
+
+
+def timed(call: Callable[[], None], seconds: list[float]) -> Callable[[], None]:
+    def run() -> None:
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+
+    return run
 
 
 # prefix
@@ -215,7 +276,7 @@ def drift(dtype: str, threads: int, tokens: int = 2000) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"resume": resume, "prefix": prefix, "disk": disk, "types": types}
+    parts = {"resume": resume, "copies": copies, "prefix": prefix, "disk": disk, "types": types}
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     parser.add_argument("--shape", default="0.1b")
     parser.add_argument("--threads", type=int, default=2)

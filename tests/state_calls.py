@@ -131,15 +131,20 @@ class Oracle:
         return [token for token, end in zip(tokens, ends, strict=True) if 0 < end <= room]
 
     def conversation(
-        self, turns: Sequence[str], max_tokens: int = 24, stop: Sequence[str] = ("\nUser:",), **values: Any
+        self,
+        turns: Sequence[str],
+        max_tokens: int | Sequence[int] = 24,
+        stop: Sequence[str] = ("\nUser:",),
+        **values: Any,
     ) -> list[str]:
-        """The answers of a whole conversation, each turn read from its very beginning."""
+        """The answers of a whole conversation, each turn read from its very beginning; `max_tokens` of all or each."""
+        limits = [max_tokens] * len(turns) if isinstance(max_tokens, int) else max_tokens
         seen: list[int] = []
         answers = []
-        for number, prompt in enumerate(turns):
+        for number, (prompt, limit) in enumerate(zip(turns, limits, strict=True)):
             separator = "\n\n" if number and not prompt.startswith("\n\n") else ""
             seen += self.encode(separator + prompt)
-            event = self.answer(seen, max_tokens, stop, **values)
+            event = self.answer(seen, limit, stop, **values)
             seen += self.covered(event)
             answers.append(event.text)
         return answers

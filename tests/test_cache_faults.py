@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_disk import memory_disk
 from cache_states import prefix, record_of, state
 
 from rwkv_lightning.core.errors import StoreError, StoreFailure
@@ -206,25 +207,16 @@ def check_one_fault(path: Path, faults: Faults, reason: str) -> None:
 # Full
 
 
-def mount(folder: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    return bool(shutil.which("mount")) and subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 @contextlib.contextmanager
 def small_disk() -> Iterator[tuple[Path, Callable[[], object], dict[str, Any]]]:
     """A folder with room for about 2 MB, how to make more room, and options for the store.
 
     A file system in memory where this user may mount one; else a database that may not grow.
     """
-    folder = Path(tempfile.mkdtemp())
-    if mount(folder, "size=2m"):
-        try:
-            yield folder, lambda: mount(folder, "remount,size=9m"), {}
-        finally:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-            folder.rmdir()
-        return
+    with memory_disk("2m") as disk:
+        if disk is not None:
+            yield disk.folder, lambda: disk.resize("9m"), {}
+            return
     connections: list[sqlite3.Connection] = []
 
     def connect(*args: Any, **options: Any) -> sqlite3.Connection:
@@ -235,8 +227,8 @@ def small_disk() -> Iterator[tuple[Path, Callable[[], object], dict[str, Any]]]:
     def grow() -> None:
         connections[0].execute("PRAGMA max_page_count = 100000")
 
-    yield folder, grow, {"connect": connect}
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder), grow, {"connect": connect}
 
 
 def test_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room() -> None:

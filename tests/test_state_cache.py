@@ -7,145 +7,25 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from cache_memory import MemoryStore
 from state_stores import FlakyStore, GatedStore
+from state_world import A, B, worlds
 
-from rwkv_lightning.core.cache import hierarchy, writer
-from rwkv_lightning.core.cache.front import Sessions
-from rwkv_lightning.core.cache.hierarchy import CacheConfig, StateCache
-from rwkv_lightning.core.cache.kept import Kept, SessionTarget
+from rwkv_lightning.core.cache import hierarchy
 from rwkv_lightning.core.cache.keys import SessionKey
 from rwkv_lightning.core.cache.record import Expected, StateRecord
 from rwkv_lightning.core.cache.sessions import Deletion, Level, Turn
 from rwkv_lightning.core.errors import StateLost, StateUnavailable, StoreError
-from rwkv_lightning.core.interfaces import ModelConfig, StateStore
-from rwkv_lightning.core.ledger import SlotLedger
-from rwkv_lightning.core.request import GenerationRequest, SamplingParams
-from rwkv_lightning.core.slots import SlotPool, Snapshot
-
-CONFIG = ModelConfig(n_layer=2, n_embd=8, n_head=2, head_size=4, n_ffn=8, vocab_size=50)
-A, B = SessionKey("a"), SessionKey("b")
-names = count()
-
-
-@dataclass
-class Row:
-    """As much of a finished sequence as the cache asks for."""
-
-    request: GenerationRequest
-    slot: int | None
-    prompt: tuple[int, ...]
-    generated: list[int] = field(default_factory=lambda: [7])
-    snapshot: Any = None
-    backup: Any = None
-
-    @property
-    def output(self) -> Any:
-        return self
-
-    covered = 1
-
-
-class World:
-    """A cache over real slots, with a store that stays where it is between two of these."""
-
-    def __init__(
-        self,
-        store: StateStore | None = None,
-        *,
-        slots: int = 4,
-        l1: int = 2,
-        l2: int = 1 << 20,
-        dtype: torch.dtype = torch.float32,
-        interval: float = 0.0,
-        **config: Any,
-    ) -> None:
-        self.pool = SlotPool(CONFIG, slots, dtype=dtype)
-        self.ledger = SlotLedger(slots, reclaim=lambda: self.cache.reclaim())
-        settings = CacheConfig(l1, l2, 1 << 30, interval, **{"sync": False, **config})
-        expected = Expected("model", CONFIG, dtype)
-        if store is not None:
-            store.open("here")
-        self.cache = StateCache(settings, expected, store, self.pool.export, lambda tokens: f"{list(tokens)}")
-        self.front = Sessions(self.cache)
-
-    def finish(self, key: SessionKey, number: int, base: Kept | None = None) -> Turn:
-        """A turn ends whose state is filled with `number`."""
-        turn = self.cache.turns.begin(Turn(key.session, forks=key.branch > 0))
-        self.end(key, number, turn, base)
-        return turn
-
-    def end(self, key: SessionKey, number: int, turn: Turn, base: Kept | None = None) -> bool:
-        slot = self.acquire("row")
-        self.cache.move_out()
-        self.pool.restore(slot, self.filled(number))
-        request = GenerationRequest("r", [(1, 2)], SamplingParams("x", None, 1), target=SessionTarget(key, turn, base))
-        kept = self.cache.keep(Row(request, slot, (1, number)), self.ledger)  # type: ignore[arg-type]
-        if not kept:
-            self.ledger.release(slot)
-        self.cache.turns.end(turn)
-        return kept
-
-    def fill_slots(self) -> None:
-        """Other rows take every slot there is."""
-        taken = [self.acquire(f"other {i}") for i in range(self.ledger.total)]
-        self.cache.move_out()
-        for slot in taken:
-            self.pool.reset([slot])
-            self.ledger.release(slot)
-
-    def acquire(self, owner: str) -> int:
-        """A slot, as soon as one is not being copied."""
-        deadline = time.monotonic() + 5
-        while (slot := self.ledger.acquire(owner)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return slot
-
-    def filled(self, number: int) -> Snapshot:
-        shift = torch.full(self.pool.shift[:, :, 0].shape, float(number))
-        return Snapshot(shift, torch.full(self.pool.wkv[:, 0].shape, float(number), dtype=self.pool.wkv.dtype))
-
-    async def number(self, key: SessionKey) -> int | None:
-        """What the state that the next turn would go on from is filled with; None for no state."""
-        kept = await self.front.open(key)
-        if kept is None:
-            return None
-        record = self.cache.record_of(kept)
-        self.front.close(kept)
-        assert record is not None
-        values = {*record.snapshot.shift.unique().tolist(), *record.snapshot.wkv.unique().tolist()}
-        (value,) = values
-        return int(value)
-
-    def wait_stored(self) -> None:
-        writer_thread = self.cache.writer
-        assert writer_thread is not None
-        deadline = time.monotonic() + 5
-        while writer_thread.waiting or self.cache.host._unstored:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+from rwkv_lightning.core.slots import Snapshot
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes worlds; two with stores of the same class share what it holds, if the first was shut down."""
-    monkeypatch.setattr(MemoryStore, "disks", {})
-    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
-    with ExitStack() as stack:
-
-        def make(store: StateStore | None = None, **options: Any) -> World:
-            made = World(store, **options)
-            stack.callback(made.cache.shut_down)
-            return made
-
+    with worlds(monkeypatch) as make:
         yield make
 
 
@@ -313,7 +193,6 @@ class TestThreads:
 
     async def test_a_slot_is_not_given_away_while_it_is_copied(self, world: Any) -> None:
         here = world(None, slots=1)
-        here.finish(A, 1)
         started, go = threading.Event(), threading.Event()
         export = here.pool.export
 
@@ -322,7 +201,8 @@ class TestThreads:
             assert go.wait(5)
             return export(slot)
 
-        here.cache._export = slowly
+        here.cache.moves._export = slowly
+        here.finish(A, 1)
         copies = [asyncio.create_task(here.front.export_bytes(A)) for _ in range(2)]
         await asyncio.to_thread(started.wait)
         assert here.cache.reclaim() is None
@@ -330,7 +210,7 @@ class TestThreads:
         for copy in copies:
             record = StateRecord.from_bytes(await copy, Expected("model"))
             assert int(record.snapshot.wkv.max()) == 1
-        assert here.cache.reclaim() == 0
+        assert here.acquire("row") == 0
         assert await here.number(A) == 1
 
     async def test_turns_and_deletions_from_many_threads(self, world: Any) -> None:
@@ -393,6 +273,24 @@ class TestWhenTheStoreFails:
         assert here.cache.watch.failure is None
         assert "works again" in caplog.records[-1].message
         assert store.get("a") is not None
+
+    async def test_a_small_write_that_works_does_not_mean_that_there_is_room(
+        self, world: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = FlakyStore()
+        here = world(store)
+        store.fail(kinds=["put"], reason="full")
+        here.finish(A, 1)
+        while here.cache.watch.failure is None:
+            await asyncio.sleep(0.001)
+        assert await here.front.new_branch("a") == 1
+        assert await here.front.delete(Deletion("nobody")) is False
+        assert here.cache.watch.failure.reason == "full"
+        store.work()
+        here.wait_stored()
+        assert here.cache.watch.failure is None
+        told = [record.message[:24] for record in caplog.records]
+        assert told == ["the state store fails: p", "the state store works ag"]
 
     async def test_an_older_state_is_never_given_for_one_that_is_lost(self, world: Any) -> None:
         store = FlakyStore()
@@ -500,11 +398,11 @@ class TestWhenTheStoreFails:
 
     async def test_a_copy_that_fails_loses_one_state_and_no_step(self, world: Any) -> None:
         here = world(MemoryStore(), slots=1, interval=30.0)
+        export, here.cache.moves._export = here.cache.moves._export, no_memory
         here.finish(A, 1)
-        export, here.cache._export = here.cache._export, no_memory
-        assert here.ledger.acquire("row") == 0
+        assert here.acquire("row") == 0
         here.cache.move_out()
-        here.cache._export = export
+        here.cache.moves._export = export
         with pytest.raises(StateLost):
             await here.front.open(A)
 
@@ -528,7 +426,7 @@ class TestDeletion:
     async def test_a_state_that_leaves_its_slot_this_very_moment_is_deleted_too(self, world: Any) -> None:
         here = world(None, slots=1)
         here.finish(A, 1)
-        assert here.cache.reclaim() == 0  # a step is planned that overwrites it
+        assert here.acquire("row") == 0  # a step is planned that overwrites it
         assert await here.front.delete(Deletion("a"))
         here.cache.move_out()
         assert await here.number(A) is None

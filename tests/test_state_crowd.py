@@ -68,6 +68,7 @@ def test_a_few_sessions_of_many_turns(tmp_path: Path, oracle: Oracle) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_1000_sessions(tmp_path: Path, oracle: Oracle) -> None:
     play(tmp_path, oracle, sessions=1000, turns=5, used={"l2", "l3"})
 

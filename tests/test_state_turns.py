@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,27 @@ class TestOneWriterAtATime:
             (refused,) = {answer.result().text for answer in others if answer.result().status_code == 409}
             assert "2 turns wait" in refused
             assert turn(server, "another", FRANCE, max_tokens=2), "other sessions go on"
+
+    def test_sixteen_turns_wait_by_default_and_no_more(self, tmp_path: Path, oracle: Oracle) -> None:
+        """The first turn runs until all the others have come; the one too many is refused, and leaves nothing."""
+        prompts = [ENDLESS, *(question(f"What is {number} + 8?") for number in range(16))]
+        with serve(tmp_path) as server, ThreadPoolExecutor(17) as pool:
+            users = partial(server.context.models.default.states.sessions.leases.users, "busy")
+            sent = []
+            for number, prompt in enumerate(prompts):
+                fields = {"max_tokens": 8, "stream": number % 2 == 1} if number else {"max_tokens": 400}
+                sent.append(pool.submit(turn, server, "busy", prompt, stop_tokens=[], **fields))
+                server.wait_for(lambda awaited=number + 1: users() == awaited)
+            refused = server.post(STATE, body("busy", FRANCE))
+            assert users() == 17, "the refused one is not in the queue"
+            assert refused.status_code == 409
+            assert refused.json()["error"] == (
+                "16 turns wait for this session already: send the next when one has ended"
+            )
+            assert refused.headers["retry-after"] == "1"
+            answers = [answer.result() for answer in sent]
+            assert users() == 0
+        assert answers == oracle.conversation(prompts, [400] + [8] * 16, stop=[]), "each in its turn"
 
 
 class TestForks:

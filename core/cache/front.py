@@ -146,9 +146,7 @@ class Sessions:
             self.close(kept)
 
     def _to_bytes(self, kept: Kept) -> bytes:
-        record = self._cache.record_of(kept)
-        assert record is not None
-        return record.to_bytes()
+        return self._cache.record_of(kept).to_bytes()
 
     async def import_bytes(self, data: bytes, key: SessionKey | None, *, replace: bool) -> Kept:
         """Keep an exported record, under its own key or another, with the initial state that it began from.

@@ -1,17 +1,19 @@
 """`StateCache`: the cache hierarchy of one model. L1 are slots of the running pool, L2 host memory, L3 a store.
 
-Three kinds of threads meet here. The engine thread keeps finished states, gives up slots and looks prefixes up; the
-writer thread copies states out of their slots and stores them; the event loop and its worker threads open, list,
-import and delete (front.py). What keeps them apart:
+Four kinds of threads meet here. The engine thread keeps finished states, gives up slots and looks prefixes up; the
+copier copies states out of slots that are going to be needed, so that a step finds slots that it can take as they are;
+the writer thread stores states, copied out of their slots if need be; the event loop and its worker threads open,
+list, import and delete (front.py). What keeps them apart:
 
 - `lock` guards where every state is: the shelves, the fields of a `Kept` that say so, the running turns, the loads
-  under way. It is held for moments, at most for the copy of one slot that the coming step overwrites, and never while
-  somebody waits for the store. The shelves have no locks of their own; `MemoryTier`, the writer's queue and the watch
-  have, and call nobody while they hold them.
+  under way. It is held for moments, and never while somebody waits for the store. The longest is the copy of a slot
+  that the coming step overwrites: the last resort, when slots are needed faster than the copier goes. The shelves have
+  no locks of their own; `MemoryTier`, the writer's queue and the watch have, and call nobody while they hold them.
 - `storing` is held while the writer has states on their way to the store, and while somebody deletes, so that a
   deleted state cannot arrive afterwards. Whoever takes both takes `storing` first.
-- A slot is copied outside the lock (`Kept.copying`): it is not given away meanwhile, and no step writes to a slot
-  that the cache holds. A state's numbers are never changed by anybody.
+- A slot is copied outside the lock otherwise (`Kept.copying`, moves.py): it is not given away meanwhile, and no step
+  writes to a slot that the cache holds. A state's numbers are never changed by anybody.
+- A state that is stored (`Kept.stored`) and whose copy L2 has lost leaves its slot without another: L3 has it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rwkv_lightning.core.cache.kept import Kept, SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey, is_prefix_key
 from rwkv_lightning.core.cache.loading import Loading, Loads
 from rwkv_lightning.core.cache.memory import HostShelf
+from rwkv_lightning.core.cache.moves import Export, Moves
 from rwkv_lightning.core.cache.record import Expected, StateRecord
 from rwkv_lightning.core.cache.sessions import Deletion, Level, Place, Turns
 from rwkv_lightning.core.cache.shelf import SlotShelf
@@ -36,7 +39,6 @@ from rwkv_lightning.core.cache.watch import StoreWatch
 from rwkv_lightning.core.cache.writer import Writer
 from rwkv_lightning.core.errors import StateError
 from rwkv_lightning.core.interfaces import StateStore, StoredState
-from rwkv_lightning.core.slots import Snapshot
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.cache.final import Final
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Export = Callable[[int], Snapshot]
 LEAST_SPARE = 256 << 20  # bytes for states on their way to L3, however small L2 is
 
 
@@ -102,8 +103,8 @@ class StateCache:
         self.resumed: Counter[Level] = Counter()  # turns that went on from each level
         self.on_prefix_out: Callable[[str], None] = lambda key: None  # L2 has lost a prefix
         self.on_stored_prefix_out: Callable[[str], None] = lambda key: None  # L3 has lost a prefix
-        self._export = export
         self._text_of = text_of
+        self.moves = Moves(self.lock, self.slots, self.host, export)
         self.loads = Loads()
         self.writer = self._new_writer(store) if store is not None else None
 
@@ -128,80 +129,36 @@ class StateCache:
             kept.copy = final.snapshot
             self.host.put(kept)
         elif slot is not None:
-            ledger.transfer(slot, kept)
-            self.slots.put(kept, slot)
+            self.moves.move_in(kept, slot, ledger)
         if self.writer is not None:
             target.turn.written = self.writer.put(StateWrite(self, kept), hurry=self.config.sync)
         return kept.slot is not None
 
     def reclaim(self) -> int | None:
-        """Give up a slot. A state that somebody needs and that is nowhere else is copied before the coming step."""
-        with self.lock:
-            kept = self.slots.next_out()
-            if kept is None:
-                return None
-            slot = self.slots.give_up(kept, wanted=kept.copy is None and (kept.current or kept.users > 0))
-            if kept.copy is not None and kept.current:
-                self.host.ensure(kept)
-            return slot
+        """Give up a slot. A state that somebody needs and that is nowhere else is copied in `move_out`."""
+        return self.moves.reclaim()
 
     def move_out(self) -> None:
         """Copy the states whose slots the coming step overwrites; call after `schedule` and before the step runs."""
-        with self.lock:
-            for kept in self.slots.leaving():
-                self._leave(kept)
-
-    def _leave(self, kept: Kept) -> None:
-        """Copy a leaving state, if somebody still wants it. Where memory is short it is lost, never wrong."""
-        slot = self.slots.leave(kept)
-        if slot is None or not (kept.current or kept.users):
-            return
-        try:
-            kept.copy = self._export(slot)
-        except (MemoryError, RuntimeError):
-            log.exception("a state could not be copied to host memory")
-            self.host.lose(kept)
-            return
-        if kept.current:
-            self.host.put(kept)
+        self.moves.move_out()
 
     # --- the writer thread, and who exports ---
 
     def stored_form(self, kept: Kept) -> StoredState | None:
         """A state's record as the store takes it; None when a newer one has taken its place."""
-        record = self.record_of(kept, wanted=lambda: kept.current)
+        record = self.moves.record_of(kept, wanted=lambda: kept.current)
         return None if record is None else record.to_stored()
 
-    def record_of(self, kept: Kept, wanted: Callable[[], bool] = lambda: True) -> StateRecord | None:
-        """A state's record, copied out of its slot if need be; None when it is not wanted. Blocks; raises StateLost."""
-        with self.lock:
-            if not wanted():
-                return None
-            self._leave(kept)
-            if kept.copy is not None or kept.slot is None:
-                snapshot = kept.snapshot
-                slot = None
-            else:
-                kept.copying += 1
-                slot = kept.slot
-        return kept.record(snapshot if slot is None else self._copy_out(kept, slot))
-
-    def _copy_out(self, kept: Kept, slot: int) -> Snapshot:
-        """Copy a state out of its slot, beside the steps; L2 has it then as well, while it is current."""
-        try:
-            snapshot = self._export(slot)
-            with self.lock:
-                if kept.copy is None and kept.current:
-                    kept.copy = snapshot
-                    self.host.put(kept)
-            return snapshot
-        finally:
-            with self.lock:
-                kept.copying -= 1
+    def record_of(self, kept: Kept) -> StateRecord:
+        """A state's record, copied out of its slot if need be. Blocks; raises StateLost."""
+        record = self.moves.record_of(kept)
+        assert record is not None
+        return record
 
     def was_stored(self, kept: Kept) -> None:
         """L3 has a state."""
         with self.lock:
+            kept.stored = True
             self.host.release(kept)
 
     def was_not_stored(self, kept: Kept) -> bool:
@@ -212,6 +169,10 @@ class StateCache:
     def _evicted(self, keys: Sequence[str]) -> None:
         for key in filter(is_prefix_key, keys):
             self.on_stored_prefix_out(key)
+        gone = set(keys)
+        with self.lock:
+            for kept in self.slots.current():
+                kept.stored = kept.stored and kept.key not in gone
 
     def _prefix_fell_out(self, key: str) -> None:
         self.on_prefix_out(key)
@@ -225,7 +186,11 @@ class StateCache:
     def find(self, key: SessionKey) -> Kept | None:
         """The state kept under a key, if it is in L1 or L2; in use until `close`. Raises StateLost."""
         with self.lock:
-            kept = self.slots.find(str(key)) or self._in_memory(str(key))
+            kept = self.slots.find(str(key))
+            if kept is not None:
+                self.host.touch(kept)
+            else:
+                kept = self._in_memory(str(key))
             if kept is not None:
                 kept.users += 1
             return kept
@@ -318,6 +283,7 @@ class StateCache:
 
     def shut_down(self) -> None:
         """Write what is not stored yet, then close the store."""
+        self.moves.close()
         if self.writer is not None:
             self.writer.close()
         if self.store is not None:

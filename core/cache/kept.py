@@ -42,6 +42,8 @@ class Kept:
     slot: int | None = None  # where the state is in L1
     copy: Snapshot | None = None  # the state in host memory
     copying: int = 0  # threads that copy the slot, which must not be given away meanwhile
+    copied: bool = False  # it has been copied out of its slot, or that was tried, though L2 may have lost the copy
+    stored: bool = False  # L3 has it
     users: int = 0  # turns that go on from here
     current: bool = False  # nothing newer has been kept under its key, and nobody deleted it
 
@@ -73,6 +75,11 @@ class Kept:
         kept.copy = record.snapshot
         kept.header = header  # a cached property: set instead of computed
         return kept
+
+    @property
+    def bare(self) -> bool:
+        """Whether somebody needs its numbers, and they are in its slot alone."""
+        return self.copy is None and (self.users > 0 or (self.current and not self.stored))
 
     @property
     def snapshot(self) -> Snapshot:

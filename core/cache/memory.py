@@ -24,8 +24,8 @@ class HostShelf:
     """Which kept states are in host memory. Not thread-safe: the cache's lock guards it.
 
     A state that L3 has not got yet must not be lost when L2 has no room for it. It then stays beside L2, within
-    `spare` bytes; beyond these the oldest is given up, and its session answers with an error from then on: an older
-    state in L3 is never given for it.
+    `spare` bytes; beyond these the oldest is given up. Unless it is in a slot as well, its session answers with an
+    error from then on: an older state in L3 is never given for it.
 
     Args:
         tier: L2.
@@ -62,6 +62,10 @@ class HostShelf:
         """The current states in host memory."""
         yield from (held for held in self.tier.sessions() if isinstance(held, Kept))
         yield from self._beside.values()
+
+    def touch(self, kept: Kept) -> None:
+        """A state in a slot was used: its copy in L2, if there is one, is as recent."""
+        self.tier.get(kept.key)
 
     def ensure(self, kept: Kept) -> None:
         """A current state is in no slot any more: its copy must be where it is found."""
@@ -114,7 +118,7 @@ class HostShelf:
 
     def _fall_out(self, kept: Kept) -> None:
         """L2 has no room for a state."""
-        if kept.slot is None and self._unstored.get(kept.key) is kept:
+        if self._unstored.get(kept.key) is kept:
             self._beside[kept.key] = kept
             self._beside_bytes += kept.nbytes
             self._shrink()
@@ -125,7 +129,12 @@ class HostShelf:
         if 2 * self._beside_bytes > self._spare:
             self._press()
         while self._beside_bytes > self._spare:
-            self.lose(next(iter(self._beside.values())))
+            oldest = next(iter(self._beside.values()))
+            if oldest.slot is None:
+                self.lose(oldest)
+            else:
+                self._take_beside(oldest.key)
+                self._forget(oldest)
 
     def _take_beside(self, key: str) -> None:
         kept = self._beside.pop(key, None)

@@ -53,6 +53,12 @@ class StateMetrics(Collector):
         for level, tier in TIERS.items():
             resumed.add_metric((tier,), cache.resumed[level])
         yield resumed
+        copies = CounterMetricFamily(
+            "state_copies", "States copied out of slots, in a step or beside it", labels=("where",)
+        )
+        copies.add_metric(("step",), cache.moves.copies["step"])
+        copies.add_metric(("beside",), cache.moves.copies["beside"])
+        yield copies
         refused = CounterMetricFamily("states_refused", "States that could not be used", labels=("code",))
         for code in REFUSALS:
             refused.add_metric((code,), cache.refused[code])

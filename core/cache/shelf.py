@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class SlotShelf:
     """Which kept states are in slots. Not thread-safe: the cache's lock guards it.
 
+    A slot whose state is `bare` costs a copy before anybody else may have it, so others go first.
+
     A state is resident, or unwanted (over the limit, replaced or deleted: its slot is the next to go, but until then
     the state is there), or leaving (its slot is given away, and is overwritten when the coming step runs).
 
@@ -56,9 +58,33 @@ class SlotShelf:
             self._unwanted[kept] = None
 
     def next_out(self) -> Kept | None:
-        """Whose slot goes next: an unwanted state's, else the least recently used; None while all are being copied."""
-        candidates = itertools.chain(self._unwanted, self._resident.values())
-        return next((kept for kept in candidates if not kept.copying), None)
+        """Whose slot goes next: one that needs no copy, an unwanted one, the least recently used, in this order.
+
+        None while all are being copied.
+        """
+        bare = None
+        for kept in self._in_turn():
+            if not kept.copying:
+                if not kept.bare:
+                    return kept
+                bare = bare or kept
+        return bare
+
+    def next_to_copy(self, free: int) -> Kept | None:
+        """The next state to be copied ahead, so that a step finds slots that it can take as they are.
+
+        Those over the limit are copied at once. Of the resident ones those that go next, so that half of the limit can
+        be taken, free slots included. None when that is so.
+
+        Args:
+            free: slots that nobody holds.
+        """
+        ahead = -(-self._limit // 2) - free
+        candidates = itertools.islice(self._in_turn(), max(ahead, len(self._unwanted)))
+        return next((kept for kept in candidates if kept.current and kept.bare and not kept.copied), None)
+
+    def _in_turn(self) -> Iterator[Kept]:
+        return itertools.chain(self._unwanted, self._resident.values())
 
     def give_up(self, kept: Kept, *, wanted: bool) -> int:
         """A state's slot, for somebody else.

@@ -12,6 +12,7 @@ from rwkv_lightning.core.errors import StoreError
 log = logging.getLogger(__name__)
 
 READING = {"get", "info", "family", "listing", "prefixes"}
+STORING = "put"  # on a full disk the small writes may still work: only this one shows that there is room again
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,17 +28,17 @@ class StoreWatch:
     def __init__(self) -> None:
         self.errors = 0
         self._lock = Lock()
-        self._failing: dict[str, StoreError] = {}  # what reading, or writing, last failed with
+        self._failing: dict[str, StoreError] = {}  # what reading, storing, or another write, last failed with
 
     @property
     def failure(self) -> StoreError | None:
-        """What reading or writing last failed with, if it has not worked since; None when all is well."""
+        """What reading, storing or another write last failed with, if that has not worked since; else None."""
         with self._lock:
             return next(iter(self._failing.values()), None)
 
     def run(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """The call's result. Raises StoreError, whatever the store of a plugin may raise."""
-        kind = "read" if getattr(call, "__name__", "") in READING else "write"
+        kind = _kind(getattr(call, "__name__", ""))
         try:
             result = call(*args, **options)
         except StoreError as error:
@@ -63,6 +64,15 @@ class StoreWatch:
     def _works(self, kind: str) -> None:
         with self._lock:
             failed = self._failing.pop(kind, None)
+            if kind == STORING:
+                failed = self._failing.pop("write", None) or failed
             well = failed is not None and not self._failing
         if well:
             log.warning("the state store works again")
+
+
+def _kind(name: str) -> str:
+    """What a call of the store counts as."""
+    if name in READING:
+        return "read"
+    return STORING if name == STORING else "write"
