@@ -14,7 +14,7 @@ from rwkv_lightning.core.random_checkpoint import SHAPES
 OURS = "ours bf16"
 NEAR_TIE = 0.3  # lead of the first logit below which reduced precision may choose another token
 EXACT_TIE = 0.01  # the same in float32
-FLOORS = {  # issue: ours ÷ llama.cpp's figure, one thread
+FLOORS = {  # ours ÷ llama.cpp's figure, one thread
     ("ours bf16", "llama.cpp bf16"): {"1": 1.0, "8": 2.0, "64": 2.0, "256": 2.3, PREFILL: 1.7},
     ("ours int8", "llama.cpp Q8_0"): {"1": 1.0},
     ("ours int8", "llama.cpp bf16"): {"8": 2.5, "64": 2.5, "256": 3.0, PREFILL: 2.4},
@@ -26,7 +26,7 @@ WITHIN = {  # a figure of ours as a share of another one of ours
 }
 ROOFLINE = {"1": 0.70, "64": 0.75, "960": 0.85}  # least share of it, "ours bf16" on one thread
 TWO_THREADS = {"64": 1.7, "256": 1.7, "960": 1.7}
-
+MOST_LOADING, MOST_ROWS = 1.25, 2.5e9  # times the weights' bytes while loading; bytes of 960 rows beyond the weights
 
 Take = Callable[[Sequence[float]], float]  # which of several samples counts
 
@@ -177,9 +177,11 @@ def _ceilings(run: Run) -> Iterator[str]:
     yield f"Ceilings in the same rounds, medians: {', '.join(found)}."
     if run.memory:
         yield ""
-        loading, rows = run.memory["loading"] / 1e6, run.memory["rows"] / 1e6
-        yield f"Memory of ours bf16: {loading:,.0f} MB at most while loading, the mapped file included,"
-        yield f"{rows:,.0f} MB more with all rows running."
+        loading, rows, weights = (run.memory[name] for name in ("loading", "rows", "weights"))
+        loads, runs = _met(loading <= MOST_LOADING * weights), _met(rows <= MOST_ROWS)
+        yield f"Memory of ours bf16: {loading / 1e6:,.0f} MB more at most while loading, {loading / weights:.2f} times the"
+        yield f"weights ({loads}: at most {MOST_LOADING}); {rows / 1e6:,.0f} MB more with all rows running"
+        yield f"({runs}: at most {MOST_ROWS / 1e6:,.0f})."
 
 
 def _median_and_best(values: Sequence[float], unit: str) -> str:
@@ -192,8 +194,12 @@ def _floors(shape: str, runs: Sequence[Run]) -> Iterator[str]:
     yield "| what | rows | floor | medians | | fastest rounds | |"
     yield "|---|---|---|---|---|---|---|"
     for f in floors(shape, runs):
-        judged = [f"{value:.2f} | {'met' if value >= f.floor else 'missed'}" for value in (f.value, f.best)]
+        judged = [f"{value:.2f} | {_met(value >= f.floor)}" for value in (f.value, f.best)]
         yield f"| {f.what} | {f.column} | {f.floor:.2f} | {' | '.join(judged)} |"
+
+
+def _met(good: bool) -> str:
+    return "met" if good else "missed"
 
 
 def floors(shape: str, runs: Sequence[Run]) -> Iterator[Floor]:

@@ -243,7 +243,7 @@ class TestComparison:
 
     def test_the_report_has_a_cell_for_every_figure(self) -> None:
         run = self.run()
-        run.memory = {"loading": 400e6, "rows": 1.2e9}
+        run.memory = {"weights": 380e6, "loading": 400e6, "rows": 2.6e9}
         verdicts = {"ours bf16": Verdict(64, 64, 0.0)}
         text = render("0.1b", CONTENDERS, ["1", "64", PREFILL], [run], verdicts)
         line = next(line for line in text.splitlines() if line.startswith("| ours bf16 | 72"))
@@ -251,7 +251,10 @@ class TestComparison:
         assert "| ours HTTP" not in text
         assert "all 64 tokens equal" in text
         assert "| ours bf16 / llama.cpp bf16 | 1 | 1.00 | 1.50 | met | 1.50 | met |" in text
-        assert "1,200 MB more with all rows running" in text
+        assert (
+            "400 MB more at most while loading, which is 1.05 times the weights\n(met: at most 1.25); 2,600 MB" in text
+        )
+        assert "2,600 MB more with all rows running\n(missed: at most 2,500)" in text
 
     def test_a_report_goes_between_the_marks_of_a_document(self) -> None:
         document = "# A\n<!-- compare -->\nold\n<!-- end of compare -->\nend\n"

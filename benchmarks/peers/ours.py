@@ -49,7 +49,9 @@ class Peer:
         self, checkpoint: Path, threads: int, engine: str, sampler: str | None = None, bare: bool = False
     ) -> None:
         before = peak_bytes()
-        self.model = bench_loop.load(settings_for(checkpoint, threads, engine))
+        settings = settings_for(checkpoint, threads, engine)
+        self.model = bench_loop.load(settings)
+        self.weights = Path(str(settings.model_path)).stat().st_size
         self.loading, self.loaded = peak_bytes() - before, current_bytes()
         self.sampler = (sampler, {}) if sampler else (bench_loop.GREEDY, {"temperature": 0})
         self.bare = bare
@@ -86,10 +88,10 @@ class Peer:
         return bench_loop.generate(self.model, [tuple(prompt)], count)[0]
 
     def memory(self, rows: int) -> dict[str, float]:
-        """Bytes: growth of the process at most while loading, mapped file included, and with `rows` rows running."""
+        """Bytes: of the file, growth of the process at most while loading, and after it with `rows` rows running."""
         with bench_loop.loop(self.model, rows, temperature=0) as running:
             running.rate(2)
-            return {"loading": self.loading, "rows": current_bytes() - self.loaded}
+            return {"weights": self.weights, "loading": self.loading, "rows": current_bytes() - self.loaded}
 
 
 def peak_bytes() -> int:
