@@ -179,8 +179,8 @@ def _ceilings(run: Run) -> Iterator[str]:
         yield ""
         loading, rows, weights = (run.memory[name] for name in ("loading", "rows", "weights"))
         loads, runs = _met(loading <= MOST_LOADING * weights), _met(rows <= MOST_ROWS)
-        yield f"Memory of ours bf16: {loading / 1e6:,.0f} MB more at most while loading, {loading / weights:.2f} times the"
-        yield f"weights ({loads}: at most {MOST_LOADING}); {rows / 1e6:,.0f} MB more with all rows running"
+        yield f"Memory of ours bf16: {loading / 1e6:,.0f} MB more at most while loading, {loading / weights:.2f} times"
+        yield f"the weights ({loads}: at most {MOST_LOADING}); {rows / 1e6:,.0f} MB more with all rows running"
         yield f"({runs}: at most {MOST_ROWS / 1e6:,.0f})."
 
 
