@@ -145,8 +145,13 @@ class WeightSource(Protocol):
         transposes, so that every operator maps its input width to its output width.
         """
 
-    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T] int32 -> [T, C] float32 rows of emb.weight (before ln0)."""
+    def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """emb.weight as it lies in memory, contiguous.
+
+        Returns:
+            its rows [V, C] of any floating-point type or int8, and float32 [V, 1] that they are to be multiplied by, or
+            None.
+        """
 
     def tensor(self, name: str) -> torch.Tensor:
         """A small tensor (norms, mixes, biases, k_k, r_k ...) as flat float32 on the device."""

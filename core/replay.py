@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rwkv_lightning.core.slots import SlotPool
     from rwkv_lightning.core.workspace import Buffers
 
-    Advance = Callable[[Buffers, Rows, SlotPool], torch.Tensor]
+    Run = Callable[[Buffers, torch.Tensor, Rows, SlotPool], torch.Tensor]
 
 KEPT = 256  # numbers of rows whose steps are kept
 
@@ -30,6 +30,7 @@ class _Step:
     buffers: Buffers
     pool: SlotPool
     threads: int
+    tokens: torch.Tensor
     rows: Rows
     program: Program
     logits: torch.Tensor
@@ -43,37 +44,39 @@ class CpuSteps:
 
     Args:
         lib: the loaded kernels.
-        advance: the eager step after the embedding: buffers, rows and states -> logits in a buffer that stays. It must
-            consist of recorded kernel calls only.
+        run: the eager step, of recorded kernel calls only: buffers, tokens [R] int64, rows and states -> logits in a
+            buffer that stays.
     """
 
-    def __init__(self, lib: ctypes.CDLL, advance: Advance) -> None:
+    def __init__(self, lib: ctypes.CDLL, run: Run) -> None:
         self._lib = lib
-        self._advance = advance
+        self._run = run
         self._steps: dict[int, _Step] = {}
 
-    def __call__(self, buffers: Buffers, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
-        """Advance the states in `slots` [R] int32 by the R embedded tokens in `buffers`: logits [R, V]."""
+    def __call__(self, buffers: Buffers, tokens: torch.Tensor, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
+        """Advance the states in `slots` [R] by `tokens` [R], both int32: logits [R, V]."""
         step = self._steps.get(buffers.rows)
         if step is None or not step.fits(buffers, pool):
-            return self._record(buffers, slots, pool)
+            return self._record(buffers, tokens, slots, pool)
+        step.tokens.copy_(tokens)
         step.rows.slots.copy_(slots)
         step.program.run()
         return step.logits
 
-    def _record(self, buffers: Buffers, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
+    def _record(self, buffers: Buffers, tokens: torch.Tensor, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
         """The eager step, remembered."""
-        count = buffers.rows
+        count, own = buffers.rows, tokens.long()
         rows = Rows(torch.arange(count + 1, dtype=torch.int32), slots.clone(), count)
         with recorded() as calls:
-            logits = self._advance(buffers, rows, pool)
+            logits = self._run(buffers, own, rows, pool)
         if len(self._steps) >= KEPT:
             self._steps.clear()
-        self._steps[count] = _Step(buffers, pool, torch.get_num_threads(), rows, Program(self._lib, calls), logits)
+        program = Program(self._lib, calls)
+        self._steps[count] = _Step(buffers, pool, torch.get_num_threads(), own, rows, program, logits)
         return logits
 
 
-def cpu_steps(device: str, recordable: bool, advance: Advance) -> CpuSteps | None:
+def cpu_steps(device: str, recordable: bool, run: Run) -> CpuSteps | None:
     """Recorded steps, where every kernel of the step can be recorded; else None."""
     built = library() if device == "cpu" and recordable else None
-    return None if built is None or built.lib is None else CpuSteps(built.lib, advance)
+    return None if built is None or built.lib is None else CpuSteps(built.lib, run)

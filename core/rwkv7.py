@@ -60,7 +60,7 @@ class RWKV7:
         self.device = str(device)
         self.dtype = str(dtype).removeprefix("torch.")
         self.description = f"{description}; recurrence: {kernels.why}"
-        self._embedding = source.embedding
+        self._table, self._table_scales = source.table()
         self._state_dtype = state_dtype
         self._workspace = Workspace(source.config.n_embd, dtype, device)
         self._replay = None if capture is None else _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))
@@ -70,7 +70,7 @@ class RWKV7:
         self._final_norm = kernels.norm_rows(*_norm(source, "ln_out"))
         self._head = _Operators("head", [source.linear("head.weight")], dtype=torch.float32)
         recordable = self._head.recordable and all(layer.recordable for layer in self._layers)
-        self._steps = cpu_steps(self.device, recordable, self._advance)
+        self._steps = cpu_steps(self.device, recordable, self._run)
 
     def new_states(self, count: int) -> SlotPool:
         """Room for `count` resident states, zero at first."""
@@ -107,22 +107,19 @@ class RWKV7:
         if self._replay is not None:
             return self._replay(batch.tokens, batch.slots, pool)
         assert self._steps is not None
-        return self._steps(self._embed(batch.tokens, self._workspace), batch.slots, pool)
+        return self._steps(self._workspace.buffers(len(batch.tokens)), batch.tokens, batch.slots, pool)
 
     def run(
         self, tokens: torch.Tensor, rows: Rows, positions: torch.Tensor, pool: SlotPool, workspace: Workspace
     ) -> torch.Tensor:
         """The eager step over a checked batch, in the buffers of `workspace`; logits [S, V] after `positions`."""
-        return self._advance(self._embed(tokens, workspace), rows, pool, positions)
+        return self._run(workspace.buffers(rows.tokens), tokens.long(), rows, pool, positions)
 
-    def _embed(self, tokens: torch.Tensor, workspace: Workspace) -> Buffers:
-        """The buffers for these tokens, the residual stream filled."""
-        b = workspace.buffers(len(tokens))
-        self._embed_norm(self._embedding(tokens), None, None, b.x)
-        return b
-
-    def _advance(self, b: Buffers, rows: Rows, pool: SlotPool, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Everything after the embedding; logits after `positions`, None for all."""
+    def _run(
+        self, b: Buffers, tokens: torch.Tensor, rows: Rows, pool: SlotPool, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A step over tokens [T] int64; logits after `positions`, None for all."""
+        self._embed_norm(self._table, tokens, None, b.x, self._table_scales)
         delta = None
         for layer, state in zip(self._layers, pool.layers, strict=True):
             delta = layer.time_mix(delta, state, rows, b)

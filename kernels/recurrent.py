@@ -18,6 +18,7 @@ from rwkv_lightning.kernels.cpu.program import Argument, Kernel
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Type of recurrent.cpp
+_ROW_TYPES = {**_TYPES, torch.int8: 3}
 _STATE_TYPES = {torch.float32: 0, torch.float16: 2}
 _POINTER, _BYTES, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32
 
@@ -103,7 +104,7 @@ class _Functions:
         self.instructions.restype = ctypes.c_char_p
         self.shift_mix = Kernel(lib, "recurrent_shift_mix", [*[_POINTER] * 3, _INT64, *[_POINTER] * 4, _INT32])
         self.wkv7 = Kernel(lib, "recurrent_wkv7", [*[_POINTER] * 2, _BYTES, *[_POINTER] * 3, _INT32, _INT32])
-        norm_rows = [_POINTER, _INT64, *[_POINTER] * 3, _INT32, _POINTER, _INT32, _INT64]
+        norm_rows = [_POINTER, _INT64, _POINTER, _INT32, *[_POINTER] * 3, _INT32, _POINTER, _INT32, _INT64]
         self.norm_rows = Kernel(lib, "recurrent_norm_rows", norm_rows)
 
 
@@ -250,14 +251,21 @@ class CppNormRows(reference.NormRows):
         self._norm = _Norm(self._width, _weight(weight, self._width), _weight(bias, self._width))
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor | None, delta: torch.Tensor | None, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        delta: torch.Tensor | None,
+        out: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> None:
         count = out.shape[0]
         size = count * self._width
         self._run(
             ctypes.addressof(self._norm),
             count,
-            _pointer("x", x, torch.float32, x.numel() if positions is not None else size),
+            _pointer("x", x, x.dtype, x.numel() if positions is not None else size),
+            _ROW_TYPES[x.dtype],
+            None if scales is None else _pointer("scales", scales, torch.float32, x.shape[0]),
             None if positions is None else _pointer("positions", positions, torch.int64, count),
             None if delta is None else _pointer("delta", delta, delta.dtype, size),
             0 if delta is None else _TYPES[delta.dtype],

@@ -187,17 +187,30 @@ class NormRows:
         self.bias = bias
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor | None, delta: torch.Tensor | None, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        delta: torch.Tensor | None,
+        out: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> None:
-        """out = norm(x[positions] + delta); x is untouched.
+        """out = norm(x[positions] * scales[positions] + delta); x is untouched.
 
         Args:
-            x: [T, C] float32.
+            x: [T, C] of any floating-point type, or int8.
             positions: [S] int64, which rows of x; None takes them all.
             delta: [S, C] in the compute type, added to the chosen rows, or None.
             out: [S, C] float32 or the compute type, written.
+            scales: [T, 1] float32, of the rows of x; None for ones.
         """
-        chosen = x if positions is None else x[positions]
+        chosen = float_rows(x, positions, scales)
         if delta is not None:
             chosen = chosen + delta
         out.copy_(F.layer_norm(chosen, chosen.shape[-1:], self.weight, self.bias, NORM_EPS))
+
+
+def float_rows(x: torch.Tensor, positions: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+    """Float32 x[positions] * scales[positions], see `NormRows`."""
+    if positions is not None:
+        x, scales = F.embedding(positions, x), None if scales is None else F.embedding(positions, scales)
+    return x.float() if scales is None else x.float() * scales

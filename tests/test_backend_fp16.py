@@ -175,13 +175,11 @@ class TestSource:
         assert (tensor.dtype, tensor.shape) == (torch.float32, (128,))
         assert torch.equal(tensor, checkpoint.tensor(name).float().flatten())
 
-    def test_the_embedding_is_gathered_from_the_file(self, checkpoint: Checkpoint) -> None:
-        source = self.source(checkpoint)
-        tokens = torch.tensor([319, 0, 7, 7], dtype=torch.int32)
-        rows = source.embedding(tokens)
-        assert rows.dtype == torch.float32
-        assert torch.equal(rows, checkpoint.tensor("emb.weight")[tokens.long()].float())
-        assert source._embedding.data_ptr() == checkpoint.tensor("emb.weight").data_ptr()
+    def test_the_embedding_stays_in_the_file(self, checkpoint: Checkpoint) -> None:
+        table, scales = self.source(checkpoint).table()
+        assert scales is None
+        assert table.data_ptr() == checkpoint.tensor("emb.weight").data_ptr()
+        assert table.shape == checkpoint.tensor("emb.weight").shape
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("name", ["emb.weight", "blocks.1.ffn.key.weight", "blocks.0.att.w1", "ln_out.bias"])

@@ -309,6 +309,18 @@ class TestNormRows:
         assert relative(out, float64_norm(x[positions] + delta, weight, bias)) < 1e-6
         assert relative(everything, float64_norm(x, weight, bias)) < 1e-6
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+    @pytest.mark.parametrize("width", [128, 36])
+    def test_rows_may_have_other_types_and_scales(self, kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+        table, scales = (noise(1, 6, width) * 20).to(dtype), 0.1 + noise(2, 6, 1).abs()
+        norm = kernels.norm_rows(torch.ones(width), torch.zeros(width))
+        positions = torch.tensor([5, 0, 5, 2])
+        for given in (None, scales):
+            out = torch.empty(4, width)
+            norm(table, positions, None, out, given)
+            rows = table.float() if given is None else table.float() * given
+            assert relative(out, float64_norm(rows[positions], torch.ones(width), torch.zeros(width))) < 1e-5
+
     def test_the_output_may_have_the_compute_type(self, kernels: Kernels) -> None:
         x, weight, bias = noise(1, 4, 64), torch.ones(64), torch.zeros(64)
         out = torch.empty(4, 64, dtype=torch.bfloat16)

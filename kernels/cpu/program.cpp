@@ -17,12 +17,13 @@ void recurrent_shift_mix(const RecurrentNorm* norm, const RecurrentRows* rows, c
                          float* x, const void* delta, float* shift, void* out, int32_t type);
 void recurrent_wkv7(const RecurrentHeads* weights, const RecurrentRows* rows, const RecurrentGiven* given,
                     void* v_first, void* state, void* out, int32_t type, int32_t state_type);
-void recurrent_norm_rows(const RecurrentNorm* norm, int64_t count, const float* x, const int64_t* positions,
-                         const void* delta, int32_t delta_type, void* out, int32_t out_type, int64_t threads);
+void recurrent_norm_rows(const RecurrentNorm* norm, int64_t count, const void* x, int32_t x_type, const float* scales,
+                         const int64_t* positions, const void* delta, int32_t delta_type, void* out, int32_t out_type,
+                         int64_t threads);
 
 struct ProgramCall {
   int64_t kernel;
-  int64_t arguments[9];  // numbers as they are, pointers as addresses
+  int64_t arguments[11];  // numbers as they are, pointers as addresses
 };
 
 void program_run(const ProgramCall* calls, int64_t count) {
@@ -41,8 +42,8 @@ void program_run(const ProgramCall* calls, int64_t count) {
                        at(4), at(5), a[6], a[7]);
         break;
       case 4:
-        recurrent_norm_rows((const RecurrentNorm*)at(0), a[1], (const float*)at(2), (const int64_t*)at(3), at(4), a[5],
-                            at(6), a[7], a[8]);
+        recurrent_norm_rows((const RecurrentNorm*)at(0), a[1], at(2), a[3], (const float*)at(4), (const int64_t*)at(5),
+                            at(6), a[7], at(8), a[9], a[10]);
         break;
     }
   }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 # The numbers of program.cpp.
 KERNELS = ("linear_run", "quantised_run", "recurrent_shift_mix", "recurrent_wkv7", "recurrent_norm_rows")
-MOST_ARGUMENTS = 9
+MOST_ARGUMENTS = 11
 
 Argument = int | bytes | None
 

@@ -47,7 +47,7 @@ constexpr int64_t kSmallWork = 64 * 1024;       // elements touched below which 
 
 constexpr int64_t kTokensAhead = 4;
 
-enum Type : int32_t { kFloat = 0, kBrain = 1, kHalf = 2 };
+enum Type : int32_t { kFloat = 0, kBrain = 1, kHalf = 2, kByte = 3 };
 
 // Calls run(Float{}), run(Brain{}) or run(Half{}).
 template <class Run>
@@ -103,12 +103,32 @@ void normalise(const RecurrentNorm& norm, const float* x, T* out) {
   }
 }
 
+// Rows of x, each times its scale if there are scales.
+struct Source {
+  const void* x;
+  int32_t type;
+  const float* scales;
+  const int64_t* positions;  // which rows; null for all
+};
+
+template <class X>
+void copy_row(const X* x, float scale, int64_t width, float* to) {
+  for (int64_t i = 0; i < width; i += kLanes) store(to + i, load(x + i, width - i) * scale, width - i);
+}
+
+void read_row(const Source& from, int64_t s, int64_t width, float* to) {
+  const int64_t row = from.positions ? from.positions[s] : s;
+  const float scale = from.scales ? from.scales[row] : 1.0f;
+  if (from.type == kByte) copy_row((const int8_t*)from.x + row * width, scale, width, to);
+  else with_type(from.type, [&](auto type) { copy_row((const decltype(type)*)from.x + row * width, scale, width, to); });
+}
+
 template <class T>
-void norm_rows(const RecurrentNorm& norm, const float* x, const int64_t* positions, const void* delta,
-               int32_t delta_type, int64_t from, int64_t to, T* out) {
+void norm_rows(const RecurrentNorm& norm, const Source& source, const void* delta, int32_t delta_type, int64_t from,
+               int64_t to, T* out) {
   std::vector<float> row(norm.width);
   for (int64_t s = from; s < to; s++) {
-    std::memcpy(row.data(), x + (positions ? positions[s] : s) * norm.width, norm.width * sizeof(float));
+    read_row(source, s, norm.width, row.data());
     if (delta) with_type(delta_type, [&](auto type) {
       add(row.data(), (const decltype(type)*)delta + s * norm.width, norm.width);
     });
@@ -386,13 +406,15 @@ void recurrent_wkv7(const RecurrentHeads* weights, const RecurrentRows* rows, co
   });
 }
 
-// out [count, width] from the rows of x at `positions` (all when null).
-void recurrent_norm_rows(const RecurrentNorm* norm, int64_t count, const float* x, const int64_t* positions,
-                         const void* delta, int32_t delta_type, void* out, int32_t out_type, int64_t threads) {
+// out [count, width] from the rows of x at `positions` (all when null); x of any type, times `scales` per row unless null.
+void recurrent_norm_rows(const RecurrentNorm* norm, int64_t count, const void* x, int32_t x_type, const float* scales,
+                         const int64_t* positions, const void* delta, int32_t delta_type, void* out, int32_t out_type,
+                         int64_t threads) {
+  const Source source{x, x_type, scales, positions};
   with_type(out_type, [&](auto t) {
     using T = decltype(t);
     in_parts(count, count * norm->width * 2, threads, [&](int64_t from, int64_t to) {
-      norm_rows(*norm, x, positions, delta, delta_type, from, to, (T*)out);
+      norm_rows(*norm, source, delta, delta_type, from, to, (T*)out);
     });
   });
 }

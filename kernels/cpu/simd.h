@@ -30,6 +30,7 @@ typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
 
 struct Half {
   uint16_t bits;
@@ -148,6 +149,12 @@ SIMD Vec widen(const Half* from) {
   const Words infinite = (half & 0x7c00u) == 0x7c00u ? Words{} + 0x7f800000u : Words{};
   return bits<Vec>(bits<Words>(scaled) | infinite | (half & 0x8000u) << 16);
 #endif
+}
+
+SIMD Vec widen(const int8_t* from) {
+  Bytes b;
+  std::memcpy(&b, from, sizeof b);
+  return __builtin_convertvector(b, Vec);
 }
 
 // Values beyond the range become the largest one, NaN stays NaN.

@@ -103,9 +103,16 @@ class TritonNormRows(reference.NormRows):
         self._options = _launch(self._width)
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor | None, delta: torch.Tensor | None, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        delta: torch.Tensor | None,
+        out: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> None:
         """As the reference. Raises ValueError for a tensor of another shape or not contiguous."""
+        if scales is not None or x.dtype != torch.float32:
+            x, positions = reference.float_rows(x, positions, scales), None
         count = len(out)
         tokens = count if positions is None else len(x)
         check(x=(x, (tokens, self._width)), positions=(positions, (count,)))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.kernels.linear import make_linear
@@ -64,10 +63,9 @@ class QuantisedSource:
         self._checkpoint.release(self._checkpoint.tensor(name))
         return linear
 
-    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T] int32 -> [T, C] float32 rows of emb.weight."""
-        rows = functional.embedding(tokens, self._rows).float()
-        return rows.mul_(functional.embedding(tokens, self._row_scales))
+    def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """emb.weight in int8, with a scale per row."""
+        return self._rows, self._row_scales
 
     def tensor(self, name: str) -> torch.Tensor:
         """A small tensor as flat float32 on the device."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.kernels.linear import make_linear
@@ -50,7 +49,7 @@ class CheckpointSource:
         self._dtype = dtype
         self._deterministic = deterministic
         self._on_read = on_read
-        self._embedding = self._read("emb.weight")
+        self._embedding = self._read("emb.weight").contiguous()
         checkpoint.release(checkpoint.tensor("emb.weight"))  # rows come back as they are used
 
     def linear(self, name: str) -> Linear:
@@ -64,9 +63,9 @@ class CheckpointSource:
         self._checkpoint.release(self._checkpoint.tensor(name))
         return linear
 
-    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T] int32 -> [T, C] float32 rows of emb.weight."""
-        return functional.embedding(tokens, self._embedding).float()
+    def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """emb.weight as stored, without scales."""
+        return self._embedding, None
 
     def tensor(self, name: str) -> torch.Tensor:
         """A small tensor as flat float32 on the device."""

@@ -42,8 +42,8 @@ class RandomSource:
         small = not name.endswith(".weight")
         return make_linear(weight.t() if small else weight, self._dtype, sparse_input=name.endswith("ffn.value.weight"))
 
-    def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(tokens, self._embedding).float()
+    def table(self) -> tuple[torch.Tensor, None]:
+        return self._embedding, None
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.draw(name).reshape(-1)
