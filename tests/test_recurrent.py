@@ -315,10 +315,10 @@ class TestNormRows:
         table, scales = (noise(1, 6, width) * 20).to(dtype), 0.1 + noise(2, 6, 1).abs()
         norm = kernels.norm_rows(torch.ones(width), torch.zeros(width))
         positions = torch.tensor([5, 0, 5, 2])
-        for given in (None, scales):
+        for factors in (None, scales):
             out = torch.empty(4, width)
-            norm(table, positions, None, out, given)
-            rows = table.float() if given is None else table.float() * given
+            norm(table, positions, None, out, factors)
+            rows = table.float() if factors is None else table.float() * factors
             assert relative(out, float64_norm(rows[positions], torch.ones(width), torch.zeros(width))) < 1e-5
 
     def test_the_output_may_have_the_compute_type(self, kernels: Kernels) -> None:
