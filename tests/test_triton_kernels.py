@@ -113,11 +113,12 @@ class TestAdvance:
         advance(Rule.V1, [], [])
 
 
+@pytest.mark.timeout(700)
 def test_the_script_for_gpus_runs_dry() -> None:
     script = FOLDER / "run.sh"
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(
-        [str(script), "--cpu-dry-run"], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [str(script), "--cpu-dry-run"], env=environment, capture_output=True, text=True, timeout=660, check=False
     )
     assert done.returncode == 0, done.stdout
     table = done.stdout.partition("| what | result |")[2]

@@ -44,11 +44,12 @@ checks() { # checks NAME...: pytest over check files, without what it keeps betw
 
 if [[ ${1:-} == --cpu-dry-run ]]; then
     export CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+    total=600 # a busy machine without a GPU may take its time
     few="norms or first_layer or is_not_read or no_rows or run_eagerly or transfers or small_values"
-    part machine 30 "$python" $here/machine.py "$work/ceilings.json" --tiny
-    part kernels 60 env TRITON_INTERPRET=1 "$python" $(checks recurrent linear low_rank sampling transfers model) -k "$few"
-    part speed 30 "$python" $here/speed.py tiny "$work/ceilings.json" --rows 1 4 --prompt 32
-    part streams 60 "$python" $here/streams.py demo --streams 8 --seconds 1
+    part machine 90 "$python" $here/machine.py "$work/ceilings.json" --tiny
+    part kernels 300 env TRITON_INTERPRET=1 "$python" $(checks recurrent linear low_rank sampling transfers model) -k "$few"
+    part speed 90 "$python" $here/speed.py tiny "$work/ceilings.json" --rows 1 4 --prompt 32
+    part streams 120 "$python" $here/streams.py demo --streams 8 --seconds 1
 elif [[ $# -eq 0 ]]; then
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
         echo "no CUDA or ROCm device is visible: check the driver, or try --cpu-dry-run" >&2
