@@ -149,7 +149,7 @@ class WeightSource(Protocol):
         """emb.weight as it lies in memory, contiguous.
 
         Returns:
-            its rows [V, C] of any floating-point type or int8, and float32 [V, 1] that they are to be multiplied by, or
+            its rows [V, C] of a floating-point type or int8, and float32 [V, 1] that they are to be multiplied by, or
             None.
         """
 

@@ -21,12 +21,13 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = os.path.realpath(path)
+        self._path = os.fsencode(os.path.realpath(path))
 
     def release(self, tensor: torch.Tensor) -> None:
         """Let the system take back the pages of a tensor that is mapped from this file; reading it fetches them again.
 
-        Memory that is not this file's is left alone: there the same call would lose what it holds.
+        Memory that is not this file's is left alone: there the same call would lose what it holds, as it would in a
+        tensor that somebody has written to.
         """
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         begin, end = begin & -mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -35,13 +36,13 @@ class MappedFile:
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
-        """The addresses at which the file is mapped. A mapping that is written to would be no copy of the file."""
+        """The addresses at which the file is mapped."""
         try:
-            lines = Path("/proc/self/maps").read_text().splitlines()
+            lines = Path("/proc/self/maps").read_bytes().split(b"\n")
         except OSError:
             return []
         fields = [line.split(maxsplit=5) for line in lines]
-        mine = [each[0].split("-") for each in fields if len(each) == 6 and each[5] == self._path]
+        mine = [each[0].split(b"-") for each in fields if len(each) == 6 and each[5] == self._path]
         return [(int(first, 16), int(last, 16)) for first, last in mine]
 
 

@@ -69,6 +69,8 @@ class CpuSteps:
         rows = Rows(torch.arange(count + 1, dtype=torch.int32), slots.clone(), count)
         with recorded() as calls:
             logits = self._run(buffers, own, rows, pool)
+        # Buffers that the workspace has replaced by larger ones would stay alive beside these.
+        self._steps = {n: step for n, step in self._steps.items() if step.buffers.current and n != count}
         if len(self._steps) >= KEPT:
             self._steps.clear()
         program = Program(self._lib, calls)

@@ -60,7 +60,8 @@ class RWKV7:
         self.device = str(device)
         self.dtype = str(dtype).removeprefix("torch.")
         self.description = f"{description}; recurrence: {kernels.why}"
-        self._table, self._table_scales = source.table()
+        table, self._table_scales = source.table()
+        self._table = table if table.dtype in recurrent.ROW_TYPES else table.float()
         self._state_dtype = state_dtype
         self._workspace = Workspace(source.config.n_embd, dtype, device)
         self._replay = None if capture is None else _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))

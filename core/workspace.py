@@ -34,6 +34,11 @@ class Buffers:
         self.channel_in = self.time_in[:1]
         self.channel_inputs = each[:1]
 
+    @property
+    def current(self) -> bool:
+        """Whether the workspace still gives these buffers for their number of rows."""
+        return self.workspace.holds(self)
+
     def outputs(self, name: str, widths: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
         """One [rows, width] buffer per width, the same ones whenever asked with the same name and widths."""
         found = self._outputs.get((name, widths))
@@ -69,6 +74,10 @@ class Workspace:
             found = Buffers(self, rows, self.width)
             self._buffers[rows] = found
         return found
+
+    def holds(self, buffers: Buffers) -> bool:
+        """Whether `buffers` gives these very ones."""
+        return self._buffers.get(buffers.rows) is buffers
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A view of this shape on the memory of that name; its content is undefined."""

@@ -267,7 +267,9 @@ class LinearGroup:
 
     def __init__(self, linears: Sequence[KernelLinear]) -> None:
         self.linears = list(linears)
-        self.recordable = all(isinstance(linear, BoundLinear) for linear in linears)
+        self.recordable = all(
+            isinstance(linear, BoundLinear) and isinstance(linear.kernels.run, Kernel) for linear in linears
+        )
         self._binding = _Binding()
 
     def __call__(

@@ -19,6 +19,7 @@ from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Type of recurrent.cpp
 _ROW_TYPES = {**_TYPES, torch.int8: 3}
+ROW_TYPES = frozenset(_ROW_TYPES)  # of the rows that norm_rows takes
 _STATE_TYPES = {torch.float32: 0, torch.float16: 2}
 _POINTER, _BYTES, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux list
 
 def resident(path: Path) -> int:
     """Bytes of a file's mappings that are in memory now."""
-    text = Path("/proc/self/smaps").read_text()
+    text = Path("/proc/self/smaps").read_text(errors="replace")
     entries = re.findall(
         rf"^\S+-\S+ \S+ \S+ \S+ \d+ +{re.escape(str(path))}\n.*\nKernel.*\nMMU.*\nRss: +(\d+)", text, re.M
     )
@@ -54,6 +56,18 @@ def test_memory_that_is_not_the_files_is_left_alone(tmp_path: Path) -> None:
     MappedFile(path).release(elsewhere)
     assert bool((elsewhere == 1).all())
     assert kept.tensors["a"].shape == (1024, 1024)
+
+
+def test_names_of_other_mappings_may_be_any_bytes(tmp_path: Path) -> None:
+    other = os.path.join(os.fsencode(tmp_path), b"caf\xe9 (deleted)")
+    with open(other, "w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            save_file({"a": torch.randn(1024, 1024)}, path := tmp_path / "model.safetensors")
+            tensor = open_tensors(path).tensors["a"]
+            tensor.sum()
+            MappedFile(path).release(tensor)
+            assert resident(path) <= 0.1 * (1 << 20)
 
 
 def test_a_tensor_read_into_memory_keeps_its_numbers(tmp_path: Path) -> None:

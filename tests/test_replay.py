@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rwkv_lightning.core.slots import SlotPool
 from rwkv_lightning.core.workspace import Workspace
 from rwkv_lightning.kernels.cpu.build import library
 from rwkv_lightning.kernels.cpu.program import Kernel, Program, recorded
-from rwkv_lightning.kernels.linear import KernelLinear
+from rwkv_lightning.kernels.linear import BoundLinear, KernelLinear, LinearGroup, make_linear
 from rwkv_lightning.kernels.recurrent import CppNormRows
 from rwkv_lightning.kernels.reference import Rows
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
@@ -137,6 +138,39 @@ def test_errors_of_a_batch_change_nothing_and_are_found_every_time(model: RWKV7)
     both.feed([[5], [6]], [0, 1])
 
 
+def test_buffers_that_were_replaced_by_larger_ones_are_let_go(model: RWKV7) -> None:
+    both = Beside(model, 40)
+    for count in range(1, 41, 3):
+        both.feed([[count + i] for i in range(count)], list(range(count)))
+    both.feed([[5]], [0])
+    assert model._steps is not None
+    assert all(step.buffers.current for step in model._steps._steps.values())
+
+
+def test_a_table_of_another_type_is_looked_up(tmp_path: Path) -> None:
+    weights = torch.load(demo_model_path(), weights_only=True)
+    weights["emb.weight"] = weights["emb.weight"].double()
+    torch.save(weights, path := tmp_path / "double.pth")
+    wide = Fp16Backend().load(path, LoadOptions(dtype="float32", state_dtype="float32"))
+    usual = fp16("float32", "float32")
+    one = torch.ones(1, dtype=torch.int32)
+    batch = Batch(one * 9, torch.tensor([0, 1], dtype=torch.int32), one - 1, torch.tensor([0]))
+    assert torch.equal(wide.forward(batch, wide.new_states(1)), usual.forward(batch, usual.new_states(1)))
+
+
+def test_a_plugins_kernels_cannot_be_recorded() -> None:
+    linear = make_linear(torch.randn(32, 32), torch.float32)
+    assert isinstance(linear, BoundLinear)
+    assert LinearGroup([linear]).recordable
+
+    class Runner:
+        def run(self, tasks: bytes, count: int, threads: int) -> None:
+            raise AssertionError("is not called here")
+
+    linear.kernels = Runner()
+    assert not LinearGroup([linear]).recordable
+
+
 class Elsewhere(KernelLinear):
     """A plugin's operator, which no program can call."""
 
@@ -159,10 +193,10 @@ def test_a_model_with_an_operator_of_another_kind_runs_eagerly(monkeypatch: pyte
     from rwkv_lightning.plugins.backends import weights
 
     def make(weight: torch.Tensor, *arguments: object, **options: object) -> KernelLinear:
-        linear = make_linear(weight, *arguments, **options)  # type: ignore[arg-type]
+        linear = usual(weight, *arguments, **options)  # type: ignore[arg-type]
         return Elsewhere(linear) if weight.shape[0] == weight.shape[1] else linear
 
-    make_linear = weights.make_linear
+    usual = weights.make_linear
     monkeypatch.setattr(weights, "make_linear", make)
     mixed = Fp16Backend().load(demo_model_path(), LoadOptions(dtype="float32"))
     assert isinstance(mixed, RWKV7)

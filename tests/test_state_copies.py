@@ -153,6 +153,23 @@ class TestAhead:
         assert here.cache.moves.copies["step"] == 1
         assert await here.number(A) == 1
 
+    async def test_a_copy_that_fails_for_the_store_is_tried_again(self, world: Any) -> None:
+        store = MemoryStore()
+        here = world(store, slots=4, l1=4)
+        here.cache.moves.copier.close()
+        export = here.cache.moves._export
+
+        def fails_once(slot: int) -> Snapshot:
+            here.cache.moves._export = export
+            raise MemoryError
+
+        here.cache.moves._export = fails_once
+        here.finish(A, 3)
+        here.finish(B, 4)
+        here.wait_stored()
+        assert store.get("a") is not None
+        assert store.get("b") is not None
+
     @pytest.mark.parametrize("then", ["deleted", "replaced"])
     async def test_what_became_of_a_state_during_its_copy(self, world: Any, then: str) -> None:
         here = world(None, slots=2, l1=2)

@@ -139,17 +139,17 @@ class Writer:
     def _write(self, batch: Sequence[_Job]) -> list[_Job]:
         """Put a batch into the store; those that failed and are to be tried again."""
         with self._gate:
-            states = [(job, state) for job in batch if (state := _stored_form(job)) is not None]
+            states, again = _stored_forms(batch)
             error = self._put([state for _, state in states]) if states else None
             if error is None:
                 for job, _ in states:
                     job.item.was_stored()
         if error is not None and error.reason == "other" and len(states) > 1:
             # It may be the fault of one of them, which must not keep the others out.
-            return [again for job, _ in states for again in self._write([job])]
+            return again + [failed for job, _ in states for failed in self._write([job])]
         for job, _ in states:
             _settle(job, error)
-        return [job for job, _ in states if error is not None and job.item.failed()]
+        return again + [job for job, _ in states if error is not None and job.item.failed()]
 
     def _put(self, states: list[StoredState]) -> StoreError | None:
         try:
@@ -181,18 +181,26 @@ class Writer:
                 self._news.wait_for(lambda: self._closing, timeout=RETRY_SECONDS)
 
 
-def _stored_form(job: _Job) -> StoredState | None:
-    """The form to write; None when there is nothing to write, and the job is settled."""
-    try:
-        state = job.item.to_stored()
-    except Exception as error:  # a fault of ours must not end the thread: other states still get written
-        log.exception("a state was not written")
-        _settle(job, StoreError(f"a state was not written ({type(error).__name__})", "other"))
-        job.item.failed()
-        return None
-    if state is None:
-        _settle(job, None)
-    return state
+def _stored_forms(batch: Sequence[_Job]) -> tuple[list[tuple[_Job, StoredState]], list[_Job]]:
+    """What there is to write, and the jobs whose form could not be made and that are to be tried again.
+
+    Those of which nothing is wanted any more are in neither. Jobs that are not to be written now are settled.
+    """
+    states, again = [], []
+    for job in batch:
+        try:
+            state = job.item.to_stored()
+        except Exception as error:  # a fault of ours must not end the thread: other states still get written
+            log.exception("a state was not written")
+            _settle(job, StoreError(f"a state was not written ({type(error).__name__})", "other"))
+            if job.item.failed():
+                again.append(job)
+            continue
+        if state is None:
+            _settle(job, None)
+        else:
+            states.append((job, state))
+    return states, again
 
 
 def _settle(job: _Job, error: StoreError | None) -> None:
