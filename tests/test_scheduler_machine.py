@@ -212,5 +212,6 @@ def test_whatever_happens() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_whatever_happens_for_long() -> None:
     drive(examples=3000, steps=100)
