@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.common import count
 from rwkv_lightning.kernels.cpu.build import cache_dir, compiler
 from rwkv_lightning.kernels.cpu.memory import slabs
 from rwkv_lightning.kernels.linear import make_linear
@@ -146,8 +147,8 @@ def native() -> ctypes.CDLL | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--rounds", type=count, default=5)
     options = parser.parse_args()
     ceilings = Ceilings(options.threads)
     for _ in range(options.rounds):

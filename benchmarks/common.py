@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from rwkv_lightning.core import bench_loop
@@ -15,7 +17,62 @@ from rwkv_lightning.kernels.cpu.build import cache_dir
 
 FOLDER = cache_dir() / "benchmarks"  # where checkpoints and what is made from them are kept
 
-__all__ = ["FOLDER", "EngineLoop", "checkpoint", "interleaved", "load", "progress"]
+HAS_TEST_EXTRA = all(find_spec(name) for name in ("httpx", "pytest"))
+
+__all__ = [
+    "FOLDER",
+    "HAS_TEST_EXTRA",
+    "EngineLoop",
+    "checkpoint",
+    "count",
+    "document",
+    "interleaved",
+    "load",
+    "place",
+    "positive",
+    "progress",
+    "require_test_extra",
+]
+
+
+def place(text: str) -> Path:
+    """A command line's file that is to be written, in a folder that is there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
+def require_test_extra() -> None:
+    """Raise SystemExit with a sentence when the clients of the tests, which talk to a server, are not installed."""
+    if not HAS_TEST_EXTRA:
+        raise SystemExit("this benchmark uses the clients of the tests: pip install -e '.[test]' brings what they need")
+
+
+def count(text: str) -> int:
+    """A command line's whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A command line's number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def document(text: str) -> Path:
+    """A command line's file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file at {text!r}")
+    return path
 
 
 def load(path: Path, **settings: object) -> LoadedModel:

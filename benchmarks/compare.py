@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.common import FOLDER
+from benchmarks.common import FOLDER, count, document
 from benchmarks.comparison import Run, Verdict, agree, render
 from benchmarks.peers import CONTENDERS, PREFILL, REFERENCE, Contender
 from benchmarks.worker import Worker, WorkerFailed
@@ -154,19 +154,28 @@ def plan_from(options: argparse.Namespace) -> Plan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, and write what came out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = "\n".join(f"  '{name}'" for name in CONTENDERS)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"contenders, in quotation marks as --only takes them:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.1b")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--rounds", type=int, help="default: 5")
-    parser.add_argument("--rows", type=int, nargs="+", help=f"batch sizes; default: {ROWS}")
-    parser.add_argument("--threads", type=int, nargs="+", help="default: 1 2")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help="some of the contenders below")
+    parser.add_argument("--rounds", type=count, help="default: 5")
+    parser.add_argument("--rows", type=count, nargs="+", help=f"batch sizes; default: {' '.join(map(str, ROWS))}")
+    parser.add_argument("--threads", type=count, nargs="+", help="default: 1 2")
     parser.add_argument("--quick", action="store_true", help="one short round at 1 and 64 rows, one thread")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison of greedy tokens out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder; default: %(default)s")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the report between the marks of this document")
+    parser.add_argument(
+        "--write", type=marked, metavar="FILE", help="put the report between the marks of this document"
+    )
     options = parser.parse_args(arguments)
-    plan, checkpoint = plan_from(options), kept(options.shape)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if options.threads and min(options.threads) > cores:
+        parser.error(f"argument --threads: there are only {cores} processors")
+    plan, checkpoint = plan_from(options), kept(options.shape)
     if not options.no_check:
         check(plan, checkpoint, cores)
     runs = [measure(plan, checkpoint, threads) for threads in plan.threads if threads <= cores]
@@ -200,13 +209,26 @@ def draw_chart(path: Path, plan: Plan, runs: Sequence[Run]) -> None:
 
 
 def with_report(document: str, report: str) -> str:
-    """A document with a report between its marks, headings one level lower. Raises ValueError without the marks."""
-    lowered = re.sub(r"^#", "##", report, flags=re.MULTILINE)
+    """A document with a report between its marks, headings two levels lower: the marks lie in a section (##).
+
+    Raises ValueError without the marks.
+    """
+    lowered = re.sub(r"^#", "###", report, flags=re.MULTILINE)
     marks = r"(<!-- compare -->\n).*?(<!-- end of compare -->)"
     text, count = re.subn(marks, lambda mark: f"{mark[1]}{lowered}{mark[2]}", document, flags=re.DOTALL)
     if count != 1:
         raise ValueError("the document needs the marks <!-- compare --> and <!-- end of compare --> once")
     return text
+
+
+def marked(text: str) -> Path:
+    """A command line's document that has the marks."""
+    path = document(text)
+    try:
+        with_report(path.read_text(), "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return path
 
 
 if __name__ == "__main__":

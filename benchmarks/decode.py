@@ -7,8 +7,9 @@ import time
 
 import torch
 
-from benchmarks.common import EngineLoop, checkpoint, interleaved, load
+from benchmarks.common import EngineLoop, checkpoint, count, interleaved, load
 from benchmarks.naive import NaiveRwkv7
+from rwkv_lightning.core.random_checkpoint import SHAPES
 
 
 def naive_rate(model: NaiveRwkv7, rows: int, steps: int) -> float:
@@ -21,10 +22,10 @@ def naive_rate(model: NaiveRwkv7, rows: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="0.1b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--threads", type=count, default=1)
     options = parser.parse_args()
     path = checkpoint(options.shape)
     weights = torch.load(path, mmap=True, weights_only=True)

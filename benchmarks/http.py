@@ -13,11 +13,24 @@ import json
 import socket
 import statistics
 import time
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from benchmarks.common import EngineLoop, checkpoint, load, progress
+from benchmarks.common import (
+    HAS_TEST_EXTRA,
+    EngineLoop,
+    checkpoint,
+    count,
+    load,
+    positive,
+    progress,
+    require_test_extra,
+)
+from rwkv_lightning.core.random_checkpoint import SHAPES
 from rwkv_lightning.plugins.routes.defaults import OPENAI_CHAT
-from tests.server_process import ServerProcess
+
+if TYPE_CHECKING or HAS_TEST_EXTRA:
+    from tests.server_process import ServerProcess
 
 PATH = "/v1/chat/completions"
 ENDLESS = {"stream": True, "max_tokens": 100_000, "stop_tokens": [], "logit_bias": {"0": -100}}
@@ -99,13 +112,14 @@ def beyond_the_steps(server: ServerProcess, chats: int, stream: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.1b")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6)
-    parser.add_argument("--chats", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    parser.add_argument("--rows", type=count, default=64)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--seconds", type=positive, default=6)
+    parser.add_argument("--chats", type=count, default=100)
+    parser.add_argument("--threads", type=count, default=2)
     options = parser.parse_args()
+    require_test_extra()
     print("| what | figure |\n|---|---|")
     path = checkpoint(options.shape)
     loop = EngineLoop(

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import FOLDER, EngineLoop, checkpoint, interleaved, load
+from benchmarks.common import FOLDER, EngineLoop, checkpoint, count, interleaved, load
 from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path, demo_vocab_path
 from rwkv_lightning.core.interfaces import Batch, Model
 from rwkv_lightning.core.manifest import TARGETS
 from rwkv_lightning.core.models import LoadedModel
+from rwkv_lightning.core.random_checkpoint import SHAPES
 from rwkv_lightning.core.request import GenerationRequest, SamplingParams
 
 EVAL = Path(__file__).parents[1] / "tests" / "data" / "eval.jsonl"
@@ -166,10 +167,10 @@ REPORTS = {"sizes": report_sizes, "accuracy": report_accuracy, "loading": report
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--shape", default="0.1b")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    parser.add_argument("--rows", type=count, nargs="+", default=ROWS)
+    parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--threads", type=count, default=1)
     options = parser.parse_args()
     for task in options.only:
         REPORTS[task](options)

@@ -6,14 +6,15 @@ Microseconds per row of 65,536 logits: medians of interleaved runs, wall time an
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.common import count
 from rwkv_lightning.kernels import sampling, sampling_reference
 from rwkv_lightning.plugins.samplers.options import RuleSampler
 from rwkv_lightning.plugins.samplers.temperature import TemperatureSampler
@@ -83,13 +84,16 @@ def measure(runs: dict[str, Run], rows: int) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(wall[name]), statistics.median(processor[name])) for name in runs}
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", metavar="ROWS", type=count, nargs="*", default=[1, 64, 960])
+    options = parser.parse_args()
     print(f"{sampling.select('cpu')[1]}; {torch.get_num_threads()} threads; us per row, wall (processor)")
-    for rows in [int(argument) for argument in arguments] or [1, 64, 960]:
+    for rows in options.rows:
         logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)) * SPREAD
         for name, (wall, processor) in measure(forms(logits), rows).items():
             print(f"{rows:5} rows   {name:13} {wall:10.1f} ({processor:.1f})")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

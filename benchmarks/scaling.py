@@ -10,11 +10,12 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.common import document
 from rwkv_lightning.core.random_checkpoint import SHAPES, ModelShape
 
 BATCHES = (1, 8, 64, 256, 960)
@@ -169,10 +170,22 @@ def with_tables(text: str) -> str:
     return text
 
 
-def main() -> None:
+def marked(text: str) -> Path:
+    """A command line's document that has the tables' marks."""
+    path = document(text)
+    try:
+        with_tables(path.read_text())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between the marks of this document")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--write", type=marked, metavar="FILE", help="put the tables between the marks of this document"
+    )
+    options = parser.parse_args(arguments)
     if options.write:
         options.write.write_text(with_tables(options.write.read_text()))
     else:

@@ -11,6 +11,7 @@ import gc
 from statistics import median
 from time import process_time
 
+from benchmarks.common import count
 from rwkv_lightning.core.ledger import SlotLedger
 from rwkv_lightning.core.request import GenerationRequest, SamplingParams, Tokens
 from rwkv_lightning.core.scheduler import RowParts, Sampled, Scheduler
@@ -74,7 +75,7 @@ def churn(scheduler: Scheduler, turns: int, chunk_size: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--turns", type=count, default=200)
     turns = parser.parse_args().turns
     print(f"{'rows':>5} {'waiting':>8} {'chunk_size':>10} {'us/turn':>9} {'us/row':>7} {'us/turn with churn':>19}")
     for rows in (64, 960):

@@ -17,15 +17,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import httpx
+from benchmarks.common import (
+    HAS_TEST_EXTRA,
+    EngineLoop,
+    checkpoint,
+    count,
+    load,
+    positive,
+    progress,
+    require_test_extra,
+)
+from rwkv_lightning.core.random_checkpoint import SHAPES
 
-sys.path.insert(0, "tests")  # the server process and the clients that misbehave are the tests'
+if TYPE_CHECKING or HAS_TEST_EXTRA:
+    import httpx
 
-from test_http_load import LONG, connect, reset, send
+    sys.path.insert(0, "tests")  # the server process and the clients that misbehave are the tests'
+    from test_http_load import LONG, connect, reset, send
 
-from benchmarks.common import EngineLoop, checkpoint, load, progress
-from server_process import ServerProcess
+    from server_process import ServerProcess
 
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "max_tokens": 2}
 
@@ -153,13 +165,14 @@ def answers_after_resets(server: ServerProcess) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.1b")
-    parser.add_argument("--rows", type=int, default=960)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--chats", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    parser.add_argument("--rows", type=count, default=960)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--seconds", type=positive, default=10)
+    parser.add_argument("--chats", type=count, default=20)
+    parser.add_argument("--threads", type=count, default=2)
     options = parser.parse_args()
+    require_test_extra()
     path = checkpoint(options.shape)
     loop = EngineLoop(load(path, threads=options.threads), options.rows)
     with ServerProcess("--model-path", str(path), "--threads", str(options.threads)) as server:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import progress
+from benchmarks.common import count, place, positive, progress
 from benchmarks.scaling import MACHINES, Machine, Model
 from benchmarks.scheduler import DRAWN, NoText, fill, turn
 from rwkv_lightning.core.collector import settle
@@ -181,17 +181,17 @@ def draw(path: Path, results: Sequence[tuple[float, Outcome]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=100_000, help="of each load")
-    parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
+    parser.add_argument("--sessions", type=count, default=100_000, help="of each load")
+    parser.add_argument("--loads", type=positive, nargs="+", default=LOADS)
     parser.add_argument("--shape", choices=SHAPES, default="7.2b")
     parser.add_argument("--machine", choices=MACHINES, default="h200")
-    parser.add_argument("--slots", type=int, default=960, help="at most")
-    parser.add_argument("--chart", type=Path, help="a PNG to write")
+    parser.add_argument("--slots", type=count, default=960, help="at most")
+    parser.add_argument("--chart", type=place, help="a PNG to write")
     parser.add_argument("--no-cost", action="store_true", help="leave the scheduler's own cost out")
     options = parser.parse_args(arguments)
     site = Site(Model(SHAPES[options.shape]), MACHINES[options.machine], options.slots)
     print(f"{options.shape} on {site.machine.name}, {site.slots} slots, {options.sessions:,} sessions per load\n")
-    print_loads(results := list(load_table(site, options.sessions, options.loads)))
+    print_loads(results := list(load_table(site, options.sessions, options.loads)), not options.no_cost)
     if not options.no_cost:
         print_costs()
     if options.chart:
@@ -199,14 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def print_loads(results: Sequence[tuple[float, Outcome]]) -> None:
-    print("| load | first token, median | 99 % | tokens/s | most waiting | scheduler, us per row and step |")
-    print("|---|---|---|---|---|---|")
+def print_loads(results: Sequence[tuple[float, Outcome]], with_cost: bool) -> None:
+    heading = ["load", "first token, median", "99 %", "tokens/s", "most waiting"]
+    heading += ["scheduler, us per row and step"] * with_cost
+    print(f"| {' | '.join(heading)} |\n{'|---' * len(heading)}|")
     for load, outcome in results:
         first = f"{outcome.percentile(0.5):.3f} s | {outcome.percentile(0.99):.3f} s"
-        cost = outcome.scheduler_seconds / outcome.row_steps * 1e6
+        cost = f" {outcome.scheduler_seconds / outcome.row_steps * 1e6:.2f} |" if with_cost else ""
         rate = outcome.tokens / outcome.seconds
-        print(f"| {load:.0%} | {first} | {rate:,.0f} | {outcome.most_waiting:,} | {cost:.2f} |", flush=True)
+        print(f"| {load:.0%} | {first} | {rate:,.0f} | {outcome.most_waiting:,} |{cost}", flush=True)
 
 
 def print_costs() -> None:

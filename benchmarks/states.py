@@ -18,13 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import httpx
 import torch
 
-from benchmarks.common import EngineLoop, checkpoint, interleaved, load, progress
+from benchmarks.common import (
+    HAS_TEST_EXTRA,
+    EngineLoop,
+    checkpoint,
+    count,
+    interleaved,
+    load,
+    progress,
+    require_test_extra,
+)
 from rwkv_lightning.core.bench_loop import prompt, sampling
 from rwkv_lightning.core.cache.kept import SessionTarget
 from rwkv_lightning.core.cache.keys import SessionKey
@@ -34,11 +42,16 @@ from rwkv_lightning.core.checkpoint import fingerprint
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.interfaces import Batch
 from rwkv_lightning.core.models import LoadedModel
+from rwkv_lightning.core.random_checkpoint import SHAPES
 from rwkv_lightning.core.request import GenerationRequest
 from rwkv_lightning.core.slots import Snapshot
 from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.plugins.stores.sqlite import SqliteStore
-from tests.server_process import ServerProcess
+
+if TYPE_CHECKING or HAS_TEST_EXTRA:
+    import httpx
+
+    from tests.server_process import ServerProcess
 
 
 def row(*cells: object) -> None:
@@ -278,14 +291,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {"resume": resume, "copies": copies, "prefix": prefix, "disk": disk, "types": types}
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
-    parser.add_argument("--shape", default="0.1b")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--length", type=int, default=4000)
-    parser.add_argument("--sessions", type=int, default=10_000)
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--requests", type=count, default=100)
+    parser.add_argument("--length", type=count, default=4000)
+    parser.add_argument("--sessions", type=count, default=10_000)
     parser.add_argument("--folder", type=Path, help="where the database of the disk part is made")
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=count, default=64)
     options = parser.parse_args()
+    if not options.parts or {"prefix", "disk"} & set(options.parts):
+        require_test_extra()
     for name in options.parts or parts:
         parts[name](options)
         print()

@@ -5,12 +5,13 @@ Runs are interleaved and medians reported, in MB/s of UTF-8 text on one core.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.common import document
 from rwkv_lightning.core.text.vocabulary import Vocabulary, world_file
 from rwkv_lightning.kernels import tokenizer
 
@@ -58,10 +59,13 @@ def encoders() -> dict[str, Callable[[bytes], object]]:
     }
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", type=document, nargs="?", help="text to encode; default: samples")
+    file: Path | None = parser.parse_args().file
     samples = {name: text.encode() for name, text in SAMPLES.items()}
-    if arguments:
-        samples = {arguments[0]: Path(arguments[0]).read_bytes()}
+    if file:
+        samples = {str(file): file.read_bytes()}
     print(f"loading the World vocabulary: {load_seconds() * 1e3:.0f} ms")
     forms = encoders()
     for label, text in samples.items():
@@ -72,4 +76,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -151,6 +151,8 @@ class RequestIdMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = incoming_id(scope) or uuid.uuid4().hex
         send = self._sender(send, state)
+        if scope["method"] == "HEAD":  # a GET of which the server sends the headers only
+            scope = {**scope, "method": "GET"}
         try:
             await self.app(scope, receive, send)
         except Exception as error:  # a bug; the connection lives on unless the answer has begun

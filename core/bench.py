@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rwkv_lightning.core.bench_options import Plan, take_plan
-from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, plural, table
+from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, plural, table, unjudged
 from rwkv_lightning.core.config import load_settings
 from rwkv_lightning.core.config_sources import option_name
 from rwkv_lightning.core.errors import SettingsError
@@ -46,11 +46,17 @@ class Bench:
         self.report = Report(facts(settings, model))
 
     def run(self) -> Report:
+        """Measure all parts. Raises SettingsError when none of the rows that were asked for fit."""
         for part in self.plan.parts:
             if part in ("decode", "prefill", "sampler"):
                 getattr(self, part)()
         if served := [part for part in self.plan.parts if part in ("http", "ttft")]:
             self.through_a_server(served)
+        if not self.report.figures:
+            raise SettingsError(
+                f"nothing was measured: there are {self.model.slots} slots, fewer than any of the rows asked for: "
+                "name fewer, raise --max-batch, or free memory"
+            )
         return self.report
 
     def decode(self) -> None:
@@ -84,18 +90,18 @@ class Bench:
     def through_a_server(self, parts: list[str]) -> None:
         from rwkv_lightning.core.bench_http import serve
 
-        most = max(*self.plan.connections, self.plan.beside) + 1
+        streams = self.rows_that_fit(self.plan.connections, "http") if "http" in parts else []
+        beside = self.rows_that_fit((self.plan.beside,), "ttft") if "ttft" in parts else []
+        if not streams and not beside:
+            return
+        most = max(*streams, *beside, 0) + 1
         password = self.settings.password.get_secret_value() if self.settings.password else None
         self.note("starting a server")
         with serve(server_options(self.settings, str(self.model.path), most), password) as server:
-            if "http" in parts:
-                self.http(server)
-            if "ttft" in parts:
-                self.ttft(server)
-
-    def http(self, server: Server) -> None:
-        for streams in self.rows_that_fit(self.plan.connections, "http"):
-            self.http_at(server, streams)
+            for number in streams:
+                self.http_at(server, number)
+            for rows in beside:
+                self.ttft_beside(server, rows)
 
     def http_at(self, server: Server, streams: int) -> None:
         """Rounds of the engine's loop and of as many streams, in turns, so that their ratio holds."""
@@ -109,16 +115,15 @@ class Bench:
             }
             rates = interleaved(ways, self.plan.rounds, lambda way: self.note(f"http: {streams} streams, {way}"))
         share = statistics.median(rates["http"]) / statistics.median(rates["loop"])
-        self.add("http", plural(streams, "stream"), "tokens/s", rates["http"], note=f"{share:.0%} of the engine's loop")
+        self.add("http", plural(streams, "stream"), "tokens/s", rates["http"], note=share_note(share))
 
-    def ttft(self, server: Server) -> None:
+    def ttft_beside(self, server: Server, rows: int) -> None:
         from rwkv_lightning.core.bench_http import first_token_beside
 
-        for rows in self.rows_that_fit((self.plan.beside,), "ttft"):
-            self.note(f"ttft: a chat beside {rows} rows")
-            first = first_token_beside(server, rows, max(3, self.plan.rounds))
-            note = f"{first.steps:.1f} steps"
-            self.add("ttft", f"a chat beside {rows} rows", "s", [first.seconds], note=note, better="lower")
+        self.note(f"ttft: a chat beside {rows} rows")
+        first = first_token_beside(server, rows, max(3, self.plan.rounds))
+        note = f"{first.steps:.1f} steps"
+        self.add("ttft", f"a chat beside {rows} rows", "s", first.seconds, note=note, better="lower")
 
     def rows_that_fit(self, wanted: tuple[int, ...], part: str) -> list[int]:
         """Those for which there are slots; the others are named on stderr."""
@@ -139,8 +144,14 @@ class Bench:
         self, part: str, name: str, unit: str, values: list[float], *, note: str = "", better: str = "higher"
     ) -> None:
         median = statistics.median(values)
-        spread = (max(values) - min(values)) / 2 / median if median else 0.0
+        spread = (max(values) - min(values)) / 2 / median if median and len(values) > 1 else None
         self.report.figures.append(Figure(part, name, median, unit, spread, note, better))
+
+
+def share_note(share: float) -> str:
+    """What a rate over HTTP is of the loop's. The server runs that very loop, so it cannot be faster."""
+    doubt = "; the machine was busy: measure again" if share > 1 else ""
+    return f"{share:.0%} of the engine's loop{doubt}"
 
 
 def facts(settings: Settings, model: LoadedModel) -> dict[str, str]:
@@ -190,6 +201,8 @@ def run(options: dict[str, Any]) -> None:
         print_comparison(*compare)
         return
     plan, json_file, shape = take_plan(options), options.pop("json"), options.pop("shape")
+    if json_file:
+        Report.check_place(json_file)
     settings = load_settings(with_model(options, shape))
     report = measured(settings, plan)
     console = wide_console()
@@ -246,3 +259,5 @@ def print_comparison(first: Path, then: Path) -> None:
     for sentence in differing_facts(*reports):
         console.print(f"differs in {sentence}", soft_wrap=True)
     console.print(comparison(*reports, (str(first), str(then))))
+    if sentence := unjudged(*reports):
+        console.print(sentence, soft_wrap=True)

@@ -233,9 +233,9 @@ async def wait_idle(server: Server, seconds: float = 60.0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Medians: seconds from a chat's request to its first text, and the same in engine steps."""
+    """Seconds from each chat's request to its first text, and their median in engine steps."""
 
-    seconds: float
+    seconds: list[float]
     steps: float
 
 
@@ -254,8 +254,7 @@ async def _first_token_beside(server: Server, rows: int, chats: int) -> FirstTok
         after = [await _read(server, name) for name in names]
     await wait_idle(server)
     took, steps = (new - old for new, old in zip(after, before, strict=True))
-    median = statistics.median(times)
-    return FirstToken(median, median / (took / steps))
+    return FirstToken(times, statistics.median(times) / (took / steps))
 
 
 async def _full(server: Server, rows: int) -> None:

@@ -58,7 +58,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """The command's own options, besides those of the settings."""
     group = parser.add_argument_group("bench")
     group.add_argument("--shape", choices=SHAPES, help="measure a random model of this shape, made once and kept")
-    group.add_argument("--engine", dest="inference_engine", default=argparse.SUPPRESS, help="--inference-engine")
+    meaning = "backend that loads and multiplies the weights: the same as --inference-engine"
+    group.add_argument("--engine", dest="inference_engine", metavar="NAME", default=argparse.SUPPRESS, help=meaning)
     group.add_argument(
         "--only",
         dest="parts",

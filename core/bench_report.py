@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,8 @@ class Figure:
     Args:
         part: which measurement, e.g. 'decode'.
         name: what of it, e.g. '64 rows'; unique within the part.
-        spread: half the distance between the lowest and the highest round, as a share of the value.
+        spread: half the distance between the lowest and the highest round, as a share of the value; None when there
+            was one round only.
         note: a few words beside it.
         better: 'higher' or 'lower'.
     """
@@ -33,9 +35,14 @@ class Figure:
     name: str
     value: float
     unit: str
-    spread: float = 0.0
+    spread: float | None = None
     note: str = ""
     better: str = "higher"
+
+    @property
+    def one_round(self) -> bool:
+        """Whether rounds' distance is unknown; files of earlier versions have 0 then."""
+        return not self.spread
 
     @property
     def key(self) -> tuple[str, str]:
@@ -48,6 +55,17 @@ class Report:
 
     facts: dict[str, str]
     figures: list[Figure] = field(default_factory=list)
+
+    @staticmethod
+    def check_place(path: Path) -> None:
+        """Raise SettingsError when `save` could not write there: to be asked before anything is measured."""
+        folder = path.parent
+        if path.is_dir():
+            raise SettingsError(f"--json: '{path}' is a directory: name a file in it")
+        if not folder.is_dir():
+            raise SettingsError(f"--json: '{path}' cannot be written: there is no directory '{folder}'")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise SettingsError(f"--json: '{path}' cannot be written: check its permissions")
 
     def save(self, path: Path) -> None:
         """Write the JSON file. Raises SettingsError when it cannot be written."""
@@ -95,7 +113,7 @@ def table(report: Report) -> Table:
     before = ""
     for figure in report.figures:
         part, before = ("" if figure.part == before else figure.part), figure.part
-        spread = f"{figure.spread:.0%}"
+        spread = "-" if figure.one_round else f"{figure.spread:.0%}"
         grid.add_row(f"[bold]{part}[/]", figure.name, number(figure.value), figure.unit, spread, figure.note)
     return grid
 
@@ -120,14 +138,23 @@ def _pair(old: Figure | None, new: Figure | None) -> Iterable[str]:
 
 
 def _change(old: Figure, new: Figure) -> str:
-    """'1.25 x, better': above 1 is better, whichever way the figure counts."""
+    """'1.25 x, better': above 1 is better, whichever way the figure counts. Not judged without both spreads."""
     pair = (new.value, old.value) if new.better == "higher" else (old.value, new.value)
     if not pair[1]:
         return ""
     ratio = pair[0] / pair[1]
-    if abs(ratio - 1) <= max(NOTABLE, old.spread, new.spread):
+    if old.one_round or new.one_round:
+        return f"{ratio:.2f} x, one round"
+    if abs(ratio - 1) <= max(NOTABLE, old.spread or 0, new.spread or 0):
         return f"{ratio:.2f} x"
     return f"[green]{ratio:.2f} x, better[/]" if ratio > 1 else f"[red]{ratio:.2f} x, worse[/]"
+
+
+def unjudged(first: Report, then: Report) -> str:
+    """A sentence on the figures that were measured in one round only; '' when there are none."""
+    if not any(figure.one_round for report in (first, then) for figure in report.figures):
+        return ""
+    return "'one round': how far rounds differ is not known, so nothing is called a change; give --rounds 2 or more"
 
 
 def differing_facts(first: Report, then: Report) -> list[str]:

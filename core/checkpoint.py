@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.interfaces import ModelConfig
-from rwkv_lightning.core.layout import LayoutError, find_config, foreign
+from rwkv_lightning.core.layout import UNUSED, LayoutError, find_config, foreign
 from rwkv_lightning.core.mapped import MappedFile
-from rwkv_lightning.core.tensor_file import TensorFile, open_tensors
+from rwkv_lightning.core.tensor_file import AGAIN, TensorFile, open_tensors
+from rwkv_lightning.core.zip_checksums import Checksum, DamagedStructure, checksums
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +24,16 @@ SAMPLES = 16  # evenly spaced samples of a larger one, the first and the last by
 SAMPLE = 4096  # bytes per sample
 
 
-def resolve_model_path(text: str) -> Path:
+def resolve_model_path(text: str, option: str = "--model-path") -> Path:
     """The model file that `text` names: the path itself, or with .pth or .safetensors appended.
+
+    Args:
+        option: what the user gave it as.
 
     Raises CheckpointError listing what was tried.
     """
     if not text.strip():
-        raise CheckpointError("the model path is empty: give --model-path a .pth or .safetensors file")
+        raise CheckpointError(f"the model path is empty: give {option} a .pth or .safetensors file")
     path = Path(text).expanduser()
     tried = [path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name)]
     for candidate in tried:
@@ -37,11 +41,11 @@ def resolve_model_path(text: str) -> Path:
             return candidate
     if path.is_dir():
         raise CheckpointError(f"'{path}' is a directory: name the model file in it{_files_in(path)}")
-    raise CheckpointError(f"there is no model file at '{path}' (tried {_quoted(tried)}): check --model-path")
+    raise CheckpointError(f"there is no model file at '{path}' (tried {_quoted(tried)}): check {option}")
 
 
 def _files_in(folder: Path) -> str:
-    models = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)[:3]
+    models = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())[:3]
     return f", e.g. {_quoted(models)}" if models else " (it holds no .pth or .safetensors file)"
 
 
@@ -80,6 +84,26 @@ class Checkpoint:
         """A tensor as stored, on the CPU: its stored shape and type; not to be written to."""
         return self._tensors[name]
 
+    def verify(self, name: str) -> None:
+        """Compare a tensor's content with the checksum that the file holds for it, if it holds one.
+
+        Raises CheckpointError naming the tensor.
+        """
+        known = self.checksums.get(name)
+        if known is not None and not known.fits(self._tensors[name]):
+            raise self._damaged(name)
+
+    @cached_property
+    def checksums(self) -> Mapping[str, Checksum]:
+        """What the file itself says of its tensors' content; empty where its format has no checksums."""
+        try:
+            return checksums(self.path)
+        except DamagedStructure:
+            raise self._damaged("its list of tensors") from None
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"'{self.path}' is damaged: {what} differs from its checksum: {AGAIN}")
+
     def release(self, tensor: torch.Tensor) -> None:
         """A tensor of this file has been laid out elsewhere: its pages need not stay in memory."""
         self._mapped.release(tensor)
@@ -94,8 +118,8 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model holds."""
-        return sum(tensor.numel() for tensor in self._tensors.values())
+        """How many numbers the model has; what a file carries besides, unused, is not among them."""
+        return sum(tensor.numel() for name, tensor in self._tensors.items() if name not in UNUSED)
 
     @property
     def nbytes(self) -> int:
@@ -141,5 +165,5 @@ def check_vocabulary(config: ModelConfig, size: int) -> None:
     if size > config.vocab_size:
         raise CheckpointError(
             f"the vocabulary has {size} ids but the model only {config.vocab_size} rows: "
-            "give the vocabulary the model was trained with (--vocab)"
+            "give the vocabulary the model was trained with (--vocab, or <model>.vocab.txt beside the model)"
         )

@@ -40,6 +40,32 @@ examples:
   rwkv-lightning serve --plugin min-p
       with an installed plugin; rwkv-lightning plugins lists them"""
 
+CONVERT_EXAMPLES = """\
+examples:
+  rwkv-lightning convert rwkv7-g1-0.4b --to gemlite-int8 g1-0.4b-int8.safetensors
+      half the size; then: rwkv-lightning serve --inference-engine gemlite --model-path g1-0.4b-int8
+  rwkv-lightning convert rwkv7-g1-0.4b --to gemlite-int4 g1-0.4b-int4.safetensors --group-size 128
+      a third of the size"""
+
+INSPECT_NOTE = """\
+A .pth holds a checksum of each tensor: all of them are compared, and the first tensor that differs is named (exit code
+1). serve compares each as it loads it. An original .safetensors file holds none.
+
+examples:
+  rwkv-lightning inspect rwkv7-g1-0.4b
+      a model of yours: .pth or .safetensors
+  rwkv-lightning inspect g1-0.4b-int8.safetensors --json
+      a converted file, for scripts"""
+
+BENCH_EXAMPLES = """\
+examples:
+  rwkv-lightning bench --shape 0.4b --threads 2 --json before.json
+      a random model of that shape: no download
+  rwkv-lightning bench --model-path rwkv7-g1-0.4b --only decode,http
+      some of the measurements of a model of yours
+  rwkv-lightning bench --compare before.json after.json
+      two runs side by side"""
+
 SERVE_NOTE = f"""\
 Each option may stand in a TOML file (--config) under its name, e.g. max-batch = 64, or in the environment under the
 name in brackets; lists take commas there. The command line wins over the environment, the environment over the file.
@@ -134,18 +160,31 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     add_options(serve)
     serve.epilog = f"{SERVE_NOTE}\n\n{EXAMPLES}"
     _add_convert_options(convert)
-    inspect.add_argument("file", help="the model file; tried as given, then with .pth, then with .safetensors")
-    inspect.add_argument("--json", action="store_true", help="print a JSON object")
+    _add_inspect_options(inspect)
     plugins.add_argument("--json", action="store_true", help="print a JSON list")
-    add_options(plugins, ("general", "engine", "plugins"))
+    add_options(plugins, ("general", "engine", "plugins"), only=FOR_PLUGINS)
     config.add_argument("--json", action="store_true", help="print a JSON list")
     add_options(config)
     add_bench_options(bench)
     add_options(bench, GROUPS)
+    bench.epilog = BENCH_EXAMPLES
     return top, dict(zip(SUMMARIES, (serve, convert, inspect, bench, plugins, config), strict=True))
 
 
+# Of the settings, those that decide what is registered and whether it works here.
+FOR_PLUGINS = frozenset({"config", "log_level", "device", "plugin", "disable_plugin", "trace_plugins"})
+
+
+def _add_inspect_options(parser: Parser) -> None:
+    parser.usage = f"{PROGRAM} inspect FILE [OPTIONS]"
+    parser.epilog = INSPECT_NOTE
+    what = "the model file; tried as given, then with .pth, then with .safetensors"
+    parser.add_argument("file", metavar="FILE", help=what)
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
 def _add_convert_options(parser: Parser) -> None:
+    parser.epilog = CONVERT_EXAMPLES
     parser.usage = f"{PROGRAM} convert MODEL --to TARGET OUT [OPTIONS]"
     parser.add_argument("model", metavar="MODEL", help="the model file: .pth or .safetensors, unquantised")
     parser.add_argument(
@@ -179,7 +218,7 @@ def convert(options: dict[str, Any]) -> None:
     from rwkv_lightning.core import convert as conversion
     from rwkv_lightning.core.checkpoint import resolve_model_path
 
-    source, out = resolve_model_path(options["model"]), Path(options["out"]).expanduser()
+    source, out = resolve_model_path(options["model"], "MODEL"), Path(options["out"]).expanduser()
     with conversion.conversion_bar(source) as on_progress:
         manifest = conversion.convert(
             source,
@@ -198,7 +237,7 @@ def inspect(options: dict[str, Any]) -> None:
     from rwkv_lightning.core.checkpoint import resolve_model_path
     from rwkv_lightning.core.inspection import facts
 
-    found = facts(resolve_model_path(options["file"]))
+    found = facts(resolve_model_path(options["file"], "FILE"))
     width = max(map(len, found))
     print(json.dumps(found) if options["json"] else "\n".join(f"{k:{width}}  {_number(v)}" for k, v in found.items()))
 
@@ -240,7 +279,7 @@ def config(options: dict[str, Any]) -> None:
 SUMMARIES = {
     "serve": "serve a model over HTTP (the default when the first argument is an option)",
     "convert": "quantise a model file for the gemlite or the cutlass engine",
-    "inspect": "say what a model file is: engine, shape, type, size, fingerprint",
+    "inspect": "say what a model file is (engine, shape, type, size, fingerprint) and check it for damage",
     "bench": "measure a model's speed here: decoding, prompts, samplers, HTTP; compare two measurements",
     "plugins": "list backends, samplers and route groups, where they come from and whether they work here",
     "config": "print the effective settings and where each came from; takes the options of serve",

@@ -230,6 +230,8 @@ def _explain(error: ValidationError, options: Mapping[str, Any]) -> str:
         return message
     name, *rest = (str(part) for part in first["loc"])
     where = origin(name, options, options.get("config") or os.environ.get(variable_name("config")))
+    if first["type"] in ("byte_size", "byte_size_unit"):
+        message = "not a number of bytes; give it like 1073741824, 512MiB or 1.5GB"
     inner = f" ({'.'.join(rest)})" if rest else ""
     shown = "" if name in ("password", "plugins") else f" {str(first['input'])[:80]!r}"
     return f"{where}{inner}{shown}: {message[0].lower()}{message[1:]}"

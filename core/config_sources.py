@@ -41,6 +41,9 @@ def section_name(plugin: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", plugin.lower())
 
 
+NEAR = 0.7  # likeness from which a name is suggested: two letters of four exchanged are 0.75, 'nope' and 'openai' 0.6
+
+
 def suggestion(
     name: str,
     known: Iterable[str],
@@ -48,7 +51,7 @@ def suggestion(
     otherwise: str = "; see rwkv-lightning serve --help",
 ) -> str:
     """'; did you mean X?', or `otherwise` when nothing known is near."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=NEAR)
     return f"; did you mean {spell(near[0])}?" if near else otherwise
 
 

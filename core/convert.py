@@ -55,6 +55,7 @@ def convert(
     manifest = _plan(checkpoint, target, group_size if TARGETS[target].bits == 4 else 0)
     with TensorWriter(out, _entries(checkpoint, manifest), manifest.metadata()) as writer:
         for name in _wanted(checkpoint):
+            checkpoint.verify(name)
             tensor = checkpoint.tensor(name)
             if name in manifest.layers:
                 _write_matrix(writer, name, tensor, manifest, checkpoint.path, on_progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 
@@ -61,8 +62,9 @@ def _backends(host: PluginHost, device: str) -> Iterator[Listing]:
 
 
 def _paths(group: RouteGroup) -> str:
-    """The first paths of a route group and how many more there are."""
-    paths = list(dict.fromkeys([*(path for _, path in routes_of(group)), *(claim.path for claim in group.claims)]))
+    """The first paths of a route group and how many more there are; parameters by their names: {model_id}."""
+    given = [*(path for _, path in routes_of(group)), *(claim.path for claim in group.claims)]
+    paths = list(dict.fromkeys(re.sub(r":\w+\}", "}", path) for path in given))
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
     return ", ".join(paths[:2]) + more
 

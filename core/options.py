@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,21 @@ def as_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def add_options(parser: argparse.ArgumentParser, groups: Iterable[str] = GROUPS) -> None:
-    """One option per setting. Values stay texts: `Settings` is the only place that checks them."""
+def add_options(
+    parser: argparse.ArgumentParser, groups: Iterable[str] = GROUPS, only: Collection[str] | None = None
+) -> None:
+    """One option per setting. Values stay texts: `Settings` is the only place that checks them.
+
+    Args:
+        only: names of the settings to show in --help; the others are taken all the same. None: all of them.
+    """
     headings: dict[str, argparse._ArgumentGroup] = {}
     for option in options(groups):
         if option.group not in headings:
             headings[option.group] = parser.add_argument_group(option.group)
         help_text = f"{option.description} [default: {option.default}] [{option.variable}]".replace("%", "%%")
+        if only is not None and option.name not in only:
+            help_text = argparse.SUPPRESS
         common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help_text}
         if option.is_flag:
             common["action"] = argparse.BooleanOptionalAction

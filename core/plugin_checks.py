@@ -57,8 +57,8 @@ def check_routes(groups: Iterable[Registered[RouteGroup]]) -> None:
     routes: dict[tuple[str, ...], Origin] = {}
     claims: dict[tuple[str, ...], Origin] = {}
     for group in groups:
-        for place in routes_of(group.value):
-            _take(routes, place, group.origin)
+        for method, path in routes_of(group.value):
+            _take(routes, (method, _unnamed(path)), group.origin)
         for place in _claims(group.value):
             _take(claims, place, group.origin)
     for place, origin in claims.items():
@@ -75,13 +75,14 @@ def _take(taken: dict[tuple[str, ...], Origin], place: tuple[str, ...], origin: 
     taken[place] = origin
 
 
-def routes_of(group: RouteGroup) -> Iterator[tuple[str, ...]]:
+def routes_of(group: RouteGroup) -> Iterator[tuple[str, str]]:
+    """(method, path as it was given) of every route of a group, its claims not among them."""
     flatten: Callable[[Any], Iterable[Any]] = getattr(
         fastapi.routing, "iter_route_contexts", iter
     )  # older FastAPI keeps routers flat
     for route in flatten(group.router.routes):
         for method in sorted(getattr(route, "methods", None) or {"ANY"}):
-            yield method, _unnamed(route.path or "")
+            yield method, route.path or ""
 
 
 def _claims(group: RouteGroup) -> Iterator[tuple[str, ...]]:

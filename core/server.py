@@ -132,8 +132,17 @@ def banner_rows(model: LoadedModel, settings: Settings) -> list[tuple[str, str]]
         ("type", model.model.dtype),
         ("kernels", model.model.description),
         ("slots", f"{model.slots} x {state / 1e6:.2f} MB of state"),
-        ("password", "required" if settings.password else "none (--password sets one)"),
+        ("password", password_row(settings)),
     ]
+
+
+def password_row(settings: Settings) -> str:
+    """Whether clients need one, and who may do without it."""
+    if settings.password:
+        return "required"
+    if settings.host in ("127.0.0.1", "::1", "localhost"):
+        return "none (--password sets one)"
+    return "none: whoever reaches this port may use it (--password sets one, --host 127.0.0.1 closes it to others)"
 
 
 def try_line(url: str, password: bool) -> str:

@@ -38,7 +38,7 @@ def _routes(group: Any) -> Iterator[tuple[str, ...]]:
         calls = {dependency.call for dependency in route.dependant.dependencies}
         is_open = "" if calls & PROTECTED else "open"
         for method in route.methods:
-            yield route.path, method, group.name, is_open, route.endpoint.__doc__
+            yield re.sub(r":\w+}", "}", route.path), method, group.name, is_open, route.endpoint.__doc__
 
 
 def with_tables(text: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from rwkv_lightning.core import bench_http, bench_loop, bench_options, cli, random_checkpoint
-from rwkv_lightning.core.bench import server_options
+from rwkv_lightning.core.bench import server_options, share_note
 from rwkv_lightning.core.bench_options import PARTS, Plan
-from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, number, table
+from rwkv_lightning.core.bench_report import Figure, Report, comparison, differing_facts, number, table, unjudged
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.errors import SettingsError, StartError
 
@@ -71,13 +71,42 @@ class TestReport:
     def test_a_change_counts_in_the_figures_own_direction(
         self, better: str, values: tuple[float, float], expected: str
     ) -> None:
-        reports = [Report({}, [Figure("p", "n", value, "u", better=better)]) for value in values]
+        reports = [Report({}, [Figure("p", "n", value, "u", 0.001, better=better)]) for value in values]
         line = shown(comparison(*reports, ("a", "b"))).splitlines()[1]
         assert line.rstrip().endswith(expected)
 
     def test_a_change_within_the_rounds_spread_is_no_change(self) -> None:
         reports = [Report({}, [Figure("p", "n", value, "u", 0.2)]) for value in (100, 85)]
         assert "worse" not in shown(comparison(*reports, ("a", "b")))
+
+    @pytest.mark.parametrize("spread", [None, 0.0])
+    def test_what_was_measured_once_is_not_called_a_change(self, spread: float | None) -> None:
+        once, often = (Report({}, [Figure("p", "n", 100, "u", s)]) for s in (spread, 0.01))
+        twice = Report({}, [Figure("p", "n", 300, "u", spread)])
+        for pair in ((once, twice), (often, twice)):
+            text = shown(comparison(*pair, ("a", "b")))
+            assert "3.00 x, one round" in text
+            assert "better" not in text
+            assert "give --rounds 2 or more" in unjudged(*pair)
+        assert unjudged(often, often) == ""
+        assert shown(table(once)).splitlines()[1].split()[-1] == "-"
+
+    def test_a_place_that_cannot_be_written_is_named_before_measuring(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def never(*args: object) -> None:
+            raise AssertionError("it measured")
+
+        monkeypatch.setattr("rwkv_lightning.core.bench.measured", never)
+        for place, message in (("no/x.json", "there is no directory"), (".", "is a directory")):
+            assert cli.main(["bench", "--quick", "--json", str(tmp_path / place)]) == 1
+            assert message in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(("share", "doubted"), [(0.93, False), (1.0, False), (1.02, True)])
+    def test_more_over_http_than_the_loop_gives_is_doubted(self, share: float, doubted: bool) -> None:
+        assert share_note(share).startswith(f"{share:.0%} of the engine's loop")
+        assert share_note(share).endswith("the machine was busy: measure again") == doubted
 
     def test_figures_of_one_run_only_are_shown_as_such(self) -> None:
         one, other = (Report({}, [Figure("p", name, 1, "u")]) for name in "ab")
@@ -274,6 +303,15 @@ def test_a_run_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "1.00 x" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("line", ["--only decode --rows 99999", "--only http,ttft --connections 77 --beside 99999"])
+def test_rows_that_do_not_fit_are_an_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--quick", *line.split(), "--max-batch", "8", "--threads", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing was measured: there are 8 slots" in err
+    assert "raise --max-batch" in err.splitlines()[-1]
+
+
 def test_a_run_through_a_server(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     line = "bench --quick --only http,ttft --connections 4 --beside 8 --rounds 1 --threads 1 --max-batch 16"
@@ -281,5 +319,7 @@ def test_a_run_through_a_server(tmp_path: Path) -> None:
     figures = {figure["part"]: figure for figure in json.loads(file.read_text())["figures"]}
     assert set(figures) == set(PARTS[3:])
     assert figures["http"]["value"] > 0
-    assert figures["http"]["note"].endswith("of the engine's loop")
+    assert "of the engine's loop" in figures["http"]["note"]
+    assert figures["http"]["spread"] is None, "one round has no spread"
+    assert figures["ttft"]["spread"] > 0
     assert 0 < figures["ttft"]["value"] < 60

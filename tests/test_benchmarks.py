@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,8 @@ class TestSimulation:
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "0.1b on CPU, 1 core, 8 slots, 30 sessions per load"
         assert [line.split(" | ")[0] for line in lines[-2:]] == ["| 50%", "| 110%"]
+        assert {line.count("|") for line in lines[2:]} == {6}
+        assert "scheduler" not in "".join(lines[1:])
 
 
 class TestCeilings:
@@ -257,9 +261,63 @@ class TestComparison:
     def test_a_report_goes_between_the_marks_of_a_document(self) -> None:
         document = "# A\n<!-- compare -->\nold\n<!-- end of compare -->\nend\n"
         new = compare.with_report(document, "# T\n\n## U\n")
-        assert new == "# A\n<!-- compare -->\n## T\n\n### U\n<!-- end of compare -->\nend\n"
+        assert new == "# A\n<!-- compare -->\n### T\n\n#### U\n<!-- end of compare -->\nend\n"
         with pytest.raises(ValueError, match="marks"):
             compare.with_report("# A\n", "# T\n")
+
+
+class TestCommandLines:
+    @pytest.mark.parametrize(
+        ("main", "line", "message"),
+        [
+            (simulate.main, "--sessions 0", "argument --sessions: '0' is not a whole number from 1"),
+            (simulate.main, "--loads 0", "argument --loads: '0' is not a number above 0"),
+            (simulate.main, "--loads -1", "argument --loads: '-1' is not a number above 0"),
+            (simulate.main, "--loads nan", "argument --loads: 'nan' is not a number above 0"),
+            (simulate.main, "--chart /no/folder/x.png", "argument --chart: there is no folder '/no/folder'"),
+            (scaling.main, "--write /no/nope.md", "argument --write: there is no file at '/no/nope.md'"),
+            (scaling.main, f"--write {ROOT / 'README.md'}", "needs the marks of the table of sizes once"),
+            (compare.main, "--rounds 0", "argument --rounds: '0' is not a whole number from 1"),
+            (compare.main, "--rows 1 0", "argument --rows: '0' is not a whole number from 1"),
+            (compare.main, "--threads 9999", "argument --threads: there are only"),
+            (compare.main, f"--write {ROOT / 'README.md'}", "needs the marks <!-- compare -->"),
+        ],
+    )
+    def test_a_mistake_names_the_option_before_anything_runs(
+        self, main: Any, line: str, message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as left:
+            main(line.split())
+        assert left.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert message in err
+
+    def test_every_contender_is_listed_on_a_line_of_its_own(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            compare.main(["--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert all(f"  '{name}'" in lines for name in CONTENDERS)
+
+    def test_without_the_test_extra_help_works_and_the_rest_says_what_to_install(self) -> None:
+        done = subprocess.run([sys.executable, "-c", WITHOUT_HTTPX], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for name in ("http", "serving", "states"):
+            assert f"{name} --help 0" in done.stdout
+            assert f"{name}  this benchmark uses the clients of the tests: pip install -e '.[test]'" in done.stdout
+
+
+WITHOUT_HTTPX = """
+import runpy, sys
+sys.modules["httpx"] = None
+for name in ("http", "serving", "states"):
+    for arguments in (["--help"], []):
+        sys.argv = [name, *arguments]
+        try:
+            runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        except SystemExit as left:
+            print(name, *arguments, left.code if arguments else f" {left.code}")
+"""
 
 
 @dataclass

@@ -279,8 +279,24 @@ def test_forged_logits_are_refused(logits: torch.Tensor) -> None:
 )
 def test_a_record_of_something_else_is_refused(expect: dict[str, Any], error: type[StateError], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
-        StateRecord.from_bytes(session().to_bytes(), replace(EXPECTED, **expect))
+        StateRecord.from_bytes(session().to_bytes(), replace(EXPECTED, **{"key": header().key, **expect}))
     assert "/state/delete" in str(caught.value), "says what to do"
+    assert "replace=true" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("expect", "way_out"),
+    [({"fingerprint": "0" * 32}, "load that model"), ({"dtype": torch.float16}, "--state-dtype float32")],
+)
+def test_a_refused_import_is_not_told_to_delete_a_session(expect: dict[str, Any], way_out: str) -> None:
+    """There is none of it here; Expected without a key means an import."""
+    with pytest.raises(
+        StateForeign, match=f"^the imported state .*{way_out}.*, or import one that a server of"
+    ) as caught:
+        StateRecord.from_bytes(session().to_bytes(), replace(EXPECTED, key=None, **expect))
+    assert "delete" not in str(caught.value)
+    with pytest.raises(StateVersion, match="or import one that"):
+        StateRecord.from_bytes(forged(version="9"), replace(EXPECTED, key=None))
 
 
 @pytest.mark.parametrize("version", ["2", "0", "", "1.0"])

@@ -76,6 +76,9 @@ class TestResolve:
     def test_a_directory_names_the_models_in_it(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"is a directory.*holds no \.pth"):
             resolve_model_path(str(tmp_path))
+        (tmp_path / "folder.pth").mkdir()
+        with pytest.raises(CheckpointError, match=r"is a directory.*holds no \.pth"):
+            resolve_model_path(str(tmp_path))
         (tmp_path / "inside.pth").touch()
         with pytest.raises(CheckpointError, match=r"is a directory.*inside\.pth"):
             resolve_model_path(str(tmp_path))
@@ -126,7 +129,7 @@ class TestReading:
     def test_the_demo_model(self) -> None:
         checkpoint = Checkpoint.open(demo_model_path())
         assert checkpoint.config == ModelConfig(4, 256, 4, 64, 1024, 3660)
-        assert checkpoint.parameters == 5_367_808
+        assert checkpoint.parameters == 5_367_808 - 256 * (1 + 2 * 32)  # v0, v1 and v2 of the first layer are unused
         assert checkpoint.nbytes == 2 * 5_367_808
         assert checkpoint.dtype == torch.bfloat16
         assert checkpoint.metadata == {}

@@ -16,9 +16,14 @@ from rwkv_lightning.core import cli
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.discovery import discover
+from rwkv_lightning.core.host import PluginHost
+from rwkv_lightning.core.listing import listings
 from rwkv_lightning.core.options import options
+from rwkv_lightning.core.server import password_row
 
 ROOT = Path(__file__).parents[1]
+TRIED = "'/no/model', '/no/model.pth', '/no/model.safetensors'"
+INSTALLED = ", ".join(sorted(plugin.name for plugin in discover()))
 
 
 def run(*arguments: str, program: tuple[str, ...] = ("-m", "rwkv_lightning.core.cli"), **variables: Any) -> Any:
@@ -73,7 +78,13 @@ def test_a_flag_can_be_taken_back(served: list[Settings], monkeypatch: pytest.Mo
         ("--port", "--port: expected one argument"),
         ("--port x", "--port 'x': input should be a valid integer, unable to parse string as an integer"),
         ("--password=", "--password: must not be empty; give it a value or leave it out"),
-        ("inspect", "the following arguments are required: file"),
+        ("inspect", "the following arguments are required: FILE"),
+        ("inspect /no/model", f"there is no model file at '/no/model' (tried {TRIED}): check FILE"),
+        (
+            "convert /no/model --to gemlite-int8 q.safetensors",
+            f"there is no model file at '/no/model' (tried {TRIED}): check MODEL",
+        ),
+        ("plugins --plugin nope", f"--plugin nope: no such plugin is installed; installed: {INSTALLED}"),
         ("plugins --plugin fp61", "--plugin fp61: no such plugin is installed; did you mean fp16?"),
     ],
 )
@@ -126,6 +137,53 @@ def test_plugins_lists_what_is_registered_and_what_is_available(install_plugin: 
     assert lines["backend", "fp16"]["status"] == "ready"
     assert lines["sampler", "v1"]["distribution"] == "rwkv-lightning"
     assert lines["plugin", "bomb"]["reason"] == "--plugin bomb loads it"
+
+
+def test_paths_are_listed_with_the_names_of_their_parameters() -> None:
+    host = PluginHost(Settings())
+    paths = {line.name: line.description for line in listings(host, "cpu") if line.kind == host.routes.kind}
+    assert "/v1/models/{model_id}" in paths["openai"]
+    assert not any(":path" in text or "{:" in text or "{}" in text for text in paths.values())
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "convert", "inspect", "bench"])
+def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(command, capsys).partition("examples:\n")[2].splitlines()
+    commands = [line.split("rwkv-lightning ")[1].split() for line in lines if "rwkv-lightning " in line[:60]]
+    mine = [words for words in commands if words[0] == command]
+    assert len(mine) >= 2
+    for words in mine:
+        cli.parse(cli.build_parsers()[1][command], words[1:])  # raises for an option that it lacks
+
+
+def test_help_says_what_each_command_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of("inspect", capsys).startswith("usage: rwkv-lightning inspect FILE [OPTIONS]")
+    assert "the same as --inference-engine" in " ".join(help_of("bench", capsys).split())
+    plugins = help_of("plugins", capsys)
+    assert "--plugin" in plugins
+    assert "--device" in plugins
+    assert "--prefill" not in plugins
+    parsed = cli.parse(cli.build_parsers()[1]["plugins"], ["--prefill-chunk", "8"])
+    assert parsed["prefill_chunk"] == "8", "it is taken all the same"
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({"password": "pw"}, "required"),
+        ({"host": "127.0.0.1"}, "none (--password sets one)"),
+        ({"host": "0.0.0.0"}, "none: whoever reaches this port may use it"),
+    ],
+)
+def test_the_banner_says_who_may_use_the_server(settings: dict[str, Any], row: str) -> None:
+    assert password_row(Settings(**settings)).startswith(row)
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -424,6 +424,13 @@ class TestOpening:
         assert parse_manifest(manifest.metadata()["rwkv_lightning"]) == manifest
 
 
+def test_a_model_and_its_converted_files_have_as_many_parameters(tmp_path: Path) -> None:
+    """The demo model carries three tensors of the first layer that are never used; converting leaves them out."""
+    convert(demo_model_path(), "gemlite-int4", tmp_path / "q.safetensors")
+    original, converted = (facts(path)["parameters"] for path in (demo_model_path(), tmp_path / "q.safetensors"))
+    assert original == converted == 5_351_168
+
+
 class TestCommandLine:
     def test_convert_writes_and_says_what(
         self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -471,6 +478,7 @@ class TestCommandLine:
         assert found == facts(converted.path)
         assert (found["engine"], found["scheme"]) == (manifest.engine, manifest.scheme)
         assert found["size"] == converted.path.stat().st_size
+        assert found["checksums"] == "right, of samples of each tensor"
         assert found["source_fingerprint"] == manifest.source.fingerprint
         assert (found["n_embd"], found["parameters"]) == (128, converted.parameters)
         assert found.get("group_size", 0) == manifest.group_size

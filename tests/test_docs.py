@@ -140,6 +140,12 @@ def test_every_hook_has_a_test(hook: str) -> None:
     assert users, f"no test implements the hook {hook}"
 
 
+def test_links_and_pictures_lead_to_files() -> None:
+    for document in (*DOCS, ROOT / "README.md"):
+        for target in re.findall(r"\]\((?!\w+:)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} names {target}"
+
+
 def test_links_within_a_document_lead_somewhere() -> None:
     for document in DOCS:
         text = document.read_text()

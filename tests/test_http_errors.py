@@ -204,7 +204,16 @@ def test_unknown_paths_and_methods(server: ServerProcess) -> None:
     assert refused.status_code == 405
     assert "POST" in refused.json()["error"]
     assert server.client.request("DELETE", V1).status_code == 405
-    assert server.client.head("/v1/health").status_code in (200, 405)
+
+
+@pytest.mark.parametrize("path", ["/v1/health", "/metrics", "/v1/models"])
+def test_a_head_is_a_get_without_its_body(server: ServerProcess, path: str) -> None:
+    answer, whole = server.client.head(path), server.client.get(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"] == whole.headers["content-type"]
+    assert int(answer.headers["content-length"]) > 0
+    assert server.client.head(V1).status_code == 405
+    assert server.client.head("/nowhere").status_code == 404
 
 
 def test_every_answer_has_a_request_id(server: ServerProcess) -> None:

@@ -212,7 +212,7 @@ def test_unknown_paths_and_methods(server: ServerProcess) -> None:
 def test_head_has_no_body(server: ServerProcess) -> None:
     for path in ("/v1/models", CHAT, "/v1/nowhere", "/v2/chat/completions", "/openai/v1/models"):
         answer = server.client.head(path)
-        assert answer.status_code in (404, 405)
+        assert answer.status_code == server.client.get(path).status_code, path
         assert answer.content == b""
         assert answer.headers["x-request-id"]
     assert server.client.get("/v1/models").status_code == 200, "the connection lives on"

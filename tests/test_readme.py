@@ -54,6 +54,14 @@ def test_curl_examples_run(server: ServerProcess, page: str, example: str) -> No
     assert "Paris" in done.stdout
 
 
+def test_the_readme_says_what_its_examples_need() -> None:
+    text = (ROOT / "README.md").read_text()
+    before = text[: text.index("```python")]
+    installed = {name for line in re.findall(r"pip install ([\w ]+)`", before) for name in line.split()}
+    examples = [code for page, code in blocks("python") if page == "README.md"]
+    assert {name for code in examples for name in re.findall(r"^(?:import|from) (\w+)", code, re.M)} <= installed
+
+
 def test_there_are_examples() -> None:
     assert len(blocks("python")) >= 5
     assert blocks("sh", "curl ")

@@ -94,8 +94,43 @@ class TestAhead:
         keys = finish_all(here, 4)
         wait_for(lambda: quiet(here))
         assert here.cache.moves.copies == {"beside": 3}
+        assert [kept.key for kept in here.cache.slots.current()] == ["s3"], "and are in their slots no more"
+        here.cache.move_out()
+        assert here.ledger.free == 7
+        here.ledger.check_integrity()
         here.fill_slots()
         assert [await here.number(key) for key in keys] == list(range(4))
+
+    async def test_a_vacated_slot_is_taken_before_any_state_goes(self, world: Any) -> None:
+        here = world(None, slots=4, l1=1)
+        keys = finish_all(here, 4)
+        wait_for(lambda: quiet(here) and len(here.cache.slots) == 1)
+        assert here.ledger.free < 3, "no step has told the ledger of them all"
+        taken = [here.ledger.acquire(f"row {number}") for number in range(3)]
+        assert len(set(taken) - {None}) == 3
+        assert len(here.cache.slots) == 1
+        here.ledger.check_integrity()
+        assert [await here.number(key) for key in keys] == list(range(4))
+
+    async def test_one_that_was_copied_before_it_is_over_the_limit_goes_as_well(self, world: Any) -> None:
+        here = world(None, slots=2, l1=1)
+        here.finish(A, 1)
+        here.acquire("row")
+        here.cache.move_out()
+        wait_for(lambda: quiet(here))
+        assert here.cache.moves.copies == {"beside": 1}
+        here.ledger.release(1 - here.cache.find(A).slot)
+        here.finish(B, 2)
+        assert [kept.key for kept in here.cache.slots.current()] == ["b"]
+        assert (await here.number(A), await here.number(B)) == (1, 2)
+
+    async def test_a_state_over_the_limit_that_a_turn_uses_stays_readable(self, world: Any) -> None:
+        here = world(None, slots=4, l1=0, l2=0)
+        here.finish(A, 3)
+        base = await here.front.open(A)
+        wait_for(lambda: quiet(here) and len(here.cache.slots) == 0)
+        assert (base.slot, int(base.snapshot.shift[0, 0, 0])) == (None, 3)
+        here.front.close(base)
 
     async def test_without_room_in_l2_what_l3_lacks_is_copied_ahead_all_the_same(self, world: Any) -> None:
         here = world(MemoryStore(), slots=3, l1=3, l2=0, interval=NEVER)

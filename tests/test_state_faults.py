@@ -200,6 +200,15 @@ class TestDegraded:
             turn(server, "s", FRANCE)
             assert list(listed(server)) == ["s"]
 
+    def test_an_unknown_store_stops_the_start(self, tmp_path: Path) -> None:
+        with pytest.raises(StartError, match=r"^--state-store: .*'redis' \(known: sqlite\).*'none' goes without one"):
+            serve(tmp_path, state_store="redis").__enter__()
+
+    @pytest.mark.parametrize("size", ["-5", "much", "5 apples"])
+    def test_a_size_that_is_none_stops_the_start(self, tmp_path: Path, size: str) -> None:
+        with pytest.raises(StartError, match=rf"^--l2-bytes '{size}': not a number of bytes; give it like .*512MiB"):
+            serve(tmp_path, l2_bytes=size)
+
     def test_a_second_server_on_the_same_database_does_not_start(self, tmp_path: Path) -> None:
         with serve(tmp_path):
             second = serve(tmp_path)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from server_thread import ServerThread
-from state_calls import GREEDY, STATE, body, fork, listed, question, serve, text_of, turn
+from state_calls import GREEDY, MULTI, STATE, body, fork, listed, question, serve, text_of, turn
 
 from rwkv_lightning.core.cache.initial import InitialStates
 from rwkv_lightning.core.demo import demo_model_path
@@ -24,6 +25,18 @@ L, H, N = 4, 4, 64  # the demo model
 NAMED: list[dict[str, str]] = [{}, {"state": "one.pth"}, {"state": "two.pth"}]
 PROMPT = "A"  # short: the demo model soon forgets what it began from
 LONG = question("What is the capital of France?") + "and so on " * 10
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "junk.pth": lambda whole: b"hello",  # the unpickler looks up what no memo holds
+    "dot.pth": lambda whole: b".",
+    "nothing.pth": lambda whole: b"",
+    "zeros.pth": lambda whole: bytes(100),
+    "half.pth": lambda whole: whole[: len(whole) // 2],
+    "start.pth": lambda whole: whole[:4],
+    "call.pth": lambda whole: b"cos\nsystem\n(S'true'\ntR.",
+}
+ODD = ("nan.pth", "inf.pth", "sparse.pth", "whole.pth", "object.pth")
 
 
 def state_file(path: Path, seed: int, scale: float = 0.3, **changes: Any) -> Path:
@@ -84,6 +97,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state_file(folder / "odd.pth", 1, **{"blocks.2.att.time_state": torch.zeros(H, N, N + 1)})
     torch.save([1, 2], folder / "list.pth")
     (folder / "text.pth").write_text("no tensors here")
+    for name, content in DAMAGE.items():
+        (folder / name).write_bytes(content((folder / "one.pth").read_bytes()))
+    torch.save({"blocks.0.att.time_state": object()}, folder / "object.pth")
+    for name, value in {"nan.pth": math.nan, "inf.pth": -math.inf}.items():
+        state_file(folder / name, 1, **{"blocks.1.att.time_state": torch.full((H, N, N), value)})
+    for name, odd in {"sparse.pth": torch.zeros(H, N, N).to_sparse(), "whole.pth": torch.zeros(H, N, N).int()}.items():
+        state_file(folder / name, 1, **{"blocks.1.att.time_state": odd})
     (folder.parent / "outside.pth").write_bytes((folder / "one.pth").read_bytes())
     (folder / "link.pth").symlink_to(folder.parent / "outside.pth")
     return folder
@@ -119,7 +139,10 @@ def test_a_state_of_zeros_is_the_zero_state(server: ServerThread) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["none.pth", "../outside.pth", "link.pth", "/etc/passwd", "", ".", "..", "odd.pth", "list.pth", "text.pth", "a\0b"],
+    [
+        *("none.pth", "../outside.pth", "link.pth", "/etc/passwd", "", ".", "..", "odd.pth", "list.pth", "a\0b"),
+        *("text.pth", *DAMAGE, *ODD),
+    ],
 )
 def test_what_is_no_state_file_of_the_folder_is_refused(server: ServerThread, name: str, folder: Path) -> None:
     for path in ("/v1/chat/completions", STATE):
@@ -181,10 +204,23 @@ def test_the_servers_own(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_stops_the_start(folder: Path, tmp_path: Path) -> None:
-    faults = {"odd.pth": "blocks.2.att.time_state of shape", "text.pth": "cannot be read", "gone.pth": "cannot be read"}
+    faults = {
+        "odd.pth": "blocks.2.att.time_state of shape",
+        "text.pth": "cannot be read",
+        "gone.pth": "there is no such file",
+        ".": "it is a folder",
+        "nan.pth": "blocks.1.att.time_state holds NaN or infinity",
+        "inf.pth": "blocks.1.att.time_state holds NaN or infinity",
+        "sparse.pth": "blocks.1.att.time_state is no plain tensor",
+        "whole.pth": "blocks.1.att.time_state is no plain tensor",
+        "object.pth": "cannot be read: it holds pickled objects",
+        "call.pth": "cannot be read",
+        **dict.fromkeys(DAMAGE.keys() - {"call.pth"}, "cannot be read: it is truncated or damaged, or no PyTorch file"),
+    }
     for name, why in faults.items():
-        with pytest.raises(StartError, match=why), serve(tmp_path, initial_state=str(folder / name)):
-            pass
+        with pytest.raises(StartError, match=f"^--initial-state: .*{why}") as caught:
+            serve(tmp_path, initial_state=str(folder / name)).__enter__()
+        assert "Error" not in str(caught.value), "in words"
     with serve(tmp_path) as server:
         assert turn(server, "s", PROMPT, max_tokens=3), "the store was not left locked"
 
@@ -203,3 +239,112 @@ def test_a_changed_file_is_another_state(tmp_path: Path) -> None:
         states.named("a.pth")
     with pytest.raises(CheckpointError):
         InitialStates(config, torch.float16, None, tmp_path / "a.pth")
+
+
+def test_numbers_that_the_slots_cannot_hold_are_refused(tmp_path: Path) -> None:
+    config = Fp16Backend().load(demo_model_path(), LoadOptions()).config
+    file = state_file(tmp_path / "big.pth", 1, **{"blocks.3.att.time_state": torch.full((H, N, N), 1e6)})
+    with pytest.raises(
+        CheckpointError, match=r"blocks.3.att.time_state holds values too large .* --state-dtype float32"
+    ):
+        InitialStates(config, torch.float16, None, file)
+    assert InitialStates(config, torch.float32, None, file).default.name
+
+
+def test_trained_parameters_are_taken_as_they_are(tmp_path: Path) -> None:
+    config = Fp16Backend().load(demo_model_path(), LoadOptions()).config
+    plain = state_file(tmp_path / "plain.pth", 1)
+    torch.save({key: torch.nn.Parameter(value) for key, value in torch.load(plain).items()}, tmp_path / "trained.pth")
+    states = InitialStates(config, torch.float32, tmp_path, plain)
+    assert states.named("trained.pth").name == states.default.name
+
+
+@pytest.mark.parametrize(("name", "why"), [("nope", "does not exist"), ("one.pth", "is a file, not a folder")])
+def test_a_state_dir_that_is_no_folder_stops_the_start(folder: Path, tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(StartError, match=f"^--state-dir: .*{name}' {why}"):
+        serve(tmp_path, state_dir=str(folder / name)).__enter__()
+
+
+class TestAnInitialStateThatIsNotHere:
+    """No request can reach such a session, and none begins anew in its place."""
+
+    @pytest.fixture
+    def exported(self, server: ServerThread) -> bytes:
+        turn(server, "guest", PROMPT, max_tokens=3, state="one.pth")
+        return server.client.get("/state/guest/export", params={"state": "one.pth"}).content
+
+    def test_it_is_not_imported(self, exported: bytes, folder: Path, tmp_path: Path) -> None:
+        for number, settings in enumerate(({}, {"initial_state": str(folder / "two.pth")})):
+            (tmp_path / str(number)).mkdir()
+            with serve(tmp_path / str(number), **settings) as other:
+                answer = other.client.post("/state/import", content=exported)
+                assert (answer.status_code, other.metric('states_refused_total{code="state_foreign"}')) == (409, 1)
+                assert "state-tuning file of id" in answer.json()["error"]
+                assert "--state-dir" in answer.json()["error"]
+                assert "delete" not in answer.json()["error"]
+                assert listed(other) == {}
+        with serve(tmp_path, initial_state=str(folder / "one.pth")) as other:
+            assert other.client.post("/state/import", content=exported).status_code == 200
+            plain = turn(other, "guest", "B", max_tokens=3)
+        with serve(tmp_path, state_dir=str(folder), state_store="none") as other:
+            assert other.client.post("/state/import", content=exported).status_code == 200
+            assert turn(other, "guest", "B", max_tokens=3, state="one.pth") == plain
+
+    def test_one_from_the_zero_state_where_nothing_begins_there(
+        self, server: ServerThread, folder: Path, tmp_path: Path
+    ) -> None:
+        turn(server, "plain guest", PROMPT, max_tokens=3)
+        data = server.client.get("/state/plain guest/export").content
+        with serve(tmp_path, initial_state=str(folder / "one.pth")) as other:
+            answer = other.client.post("/state/import", content=data)
+            assert (answer.status_code, "without --initial-state" in answer.text) == (409, True)
+
+    @pytest.mark.parametrize("store", ["sqlite", "none"])
+    def test_a_turn_is_refused(self, folder: Path, tmp_path: Path, store: str) -> None:
+        """After a restart without the folder; without a store, when the file has changed."""
+        files = tmp_path / "files"
+        files.mkdir()
+        state_file(files / "mine.pth", 5)
+        with serve(tmp_path, state_dir=str(files), state_store=store) as server:
+            turn(server, "s", PROMPT, max_tokens=3, state="mine.pth")
+            _, number = fork(server, "s", 0, PROMPT, max_tokens=3, state="mine.pth")
+            turn(server, "both", PROMPT, max_tokens=3)
+            turn(server, "both", PROMPT, max_tokens=3, state="mine.pth")
+            if store == "none":
+                state_file(files / "mine.pth", 6)
+                self.is_refused(server, number, state="mine.pth")
+                self.is_refused(server, number)
+                return
+            server.wait_for(lambda: server.metric("state_writes_waiting") == 0)
+        with serve(tmp_path) as server:
+            self.is_refused(server, number)
+            assert turn(server, "both", "B", max_tokens=3), "what is under the zero state goes on"
+            assert server.client.get("/state/s/export").status_code == 409
+            assert server.post("/state/delete", {"session_id": "s"}).status_code == 200
+            assert turn(server, "s", PROMPT, max_tokens=3)
+        with serve(tmp_path, state_dir=str(files)) as server:
+            assert fork(server, "s", number, "B", max_tokens=3, state="mine.pth")[1] == number + 1
+
+    def is_refused(self, server: ServerThread, number: int, **named: Any) -> None:
+        before = server.metric('states_refused_total{code="state_foreign"}')
+        for path, more in ((STATE, {}), (MULTI, {"dialogue_idx": number})):
+            answer = server.post(path, body("s", "B", **more, **named))
+            assert answer.status_code == 409, path
+            for words in ("--state-dir", "/state/delete", "state-tuning file of id"):
+                assert words in answer.json()["error"]
+        assert server.metric('states_refused_total{code="state_foreign"}') == before + 2
+
+
+def test_the_tree_tells_them_apart(server: ServerThread, folder: Path, tmp_path: Path) -> None:
+    for named in NAMED:
+        turn(server, "three", PROMPT, max_tokens=2, state=named.get("state"))
+    branches = server.client.get("/state/tree/three").json()["branches"]
+    assert [branch["dialogue_idx"] for branch in branches] == [0, 0, 0]
+    assert {branch["state"] for branch in branches} == {None, "one.pth", "two.pth"}
+    with serve(tmp_path, initial_state=str(folder / "two.pth")) as other:
+        turn(other, "default", PROMPT, max_tokens=2)
+        (branch,) = other.client.get("/state/tree/default").json()["branches"]
+        assert branch["state"] == "two.pth"
+    with serve(tmp_path) as other:
+        (branch,) = other.client.get("/state/tree/default").json()["branches"]
+        assert branch["state"] not in (None, "two.pth"), "its id, as nobody knows the file"

@@ -9,13 +9,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 from server_thread import ServerThread
-from state_calls import MULTI, STATE, Oracle, body, export, fork, listed, question, serve, text_of, turn
+from state_calls import (
+    MULTI,
+    STATE,
+    Oracle,
+    body,
+    demo_fingerprint,
+    export,
+    fork,
+    listed,
+    question,
+    serve,
+    text_of,
+    turn,
+)
 
-from rwkv_lightning.core.cache.record import hash_tokens
+from rwkv_lightning.core.cache.record import Expected, StateRecord, hash_tokens
 from rwkv_lightning.core.slots import Snapshot
 from server_process import sse_events
 
@@ -226,11 +240,47 @@ class TestForks:
         assert [text for text, _ in made[:2]] == [oracle.conversation([FRANCE, p])[1] for p in (SUM, COUNT)]
         assert len({text for text, _ in made}) == 2
 
+    def test_a_session_is_not_its_own_parent(self, server: ServerThread) -> None:
+        for prompt in (FRANCE, SUM, COUNT):
+            turn(server, "orphan", prompt, max_tokens=2)
+            (branch,) = server.client.get("/state/tree/orphan").json()["branches"]
+            assert branch["parent"] is None
+            assert export(server, "orphan").header.parent == ""
+
+    @pytest.mark.parametrize(
+        "session", ["a/b", "/", "tree", "tree/x", "x/export", "tree/x/export", "a//b", "../up", "a%2Fb?"]
+    )
+    def test_a_name_may_hold_slashes(self, server: ServerThread, session: str) -> None:
+        server.post("/state/delete", {"session_id": session, "delete_prefix": True})
+        turn(server, session, FRANCE, max_tokens=2)
+        _, number = fork(server, session, 0, FRANCE, max_tokens=2)
+        name = quote(session, safe="").replace("tree", "%74ree")  # any letter may be encoded
+        tree = server.client.get(f"/state/tree/{name}").json()
+        assert (tree["session_id"], len(tree["branches"])) == (session, 2)
+        for suffix in ("", f":{number}"):
+            data = server.client.get(f"/state/{name}{suffix}/export")
+            assert data.status_code == 200
+            assert StateRecord.from_bytes(data.content, Expected(demo_fingerprint())).key == session + suffix
+        assert server.post("/state/delete", {"session_id": session, "delete_prefix": True}).status_code == 200
+        assert server.client.get(f"/state/tree/{name}").status_code == 404
+
+    @pytest.mark.parametrize("fault", [{}, {"session_id": None}, {"session_id": ""}])
+    def test_a_missing_session_id_is_a_bad_request(self, server: ServerThread, fault: dict[str, Any]) -> None:
+        plain = {"contents": [FRANCE], "dialogue_idx": 0}
+        for path in (STATE, MULTI, "/state/delete"):
+            answer = server.post(path, {**plain, **fault})
+            assert (answer.status_code, "session_id" in answer.json()["error"]) == (400, True), path
+            for wrong in (5, ["s"], {}, True, False, 0):
+                assert server.post(path, {**plain, "session_id": wrong}).status_code == 422
+        for missing in ({}, {"dialogue_idx": None}):
+            answer = server.post(MULTI, {"contents": [FRANCE], "session_id": "s", **missing})
+            assert (answer.status_code, "dialogue_idx" in answer.json()["error"]) == (400, True)
+
     def test_what_is_wrong_with_a_fork(self, server: ServerThread) -> None:
         missing = server.post(MULTI, body("nobody", FRANCE, dialogue_idx=7))
         assert (missing.status_code, "dialogue_idx 7" in missing.json()["error"]) == (404, True)
-        for wrong in ({}, {"dialogue_idx": -1}, {"dialogue_idx": "x"}, {"dialogue_idx": True}):
-            assert server.post(MULTI, body("nobody", FRANCE, **wrong)).status_code in (400, 422)
+        for wrong in (-1, "x", "", True):
+            assert server.post(MULTI, body("nobody", FRANCE, dialogue_idx=wrong)).status_code == 422
         assert server.post(MULTI, body("a:b", FRANCE, dialogue_idx=0)).status_code == 422
         assert server.post(STATE, body("a:1", FRANCE)).status_code == 422
         assert server.post(STATE, {**body("x", FRANCE), "contents": ["a", "b"]}).status_code == 422
@@ -257,10 +307,11 @@ class TestListingAndDeleting:
             for number in range(7):
                 turn(server, f"s{number}", "A", max_tokens=1)
                 server.wait_for(lambda: server.metric("state_writes_waiting") == 0)
+            server.wait_for(lambda: server.post("/state/status", {}).json()["l1_cache_count"] == 2)
             whole = server.post("/state/status", {}).json()
             assert whole["total_sessions"] == len(whole["sessions"]) == 7
             counts = whole["l1_cache_count"] + whole["l2_cache_count"] + whole["database_count"]
-            assert (counts, whole["l1_cache_count"] >= 2) == (7, True)
+            assert (counts, whole["l1_cache_count"]) == (7, 2)
             pages = [server.post("/state/status", {"limit": 3, "offset": at}).json() for at in (0, 3, 6, 9)]
             assert [len(page["sessions"]) for page in pages] == [3, 3, 1, 0]
             assert [entry for page in pages for entry in page["sessions"]] == whole["sessions"]
@@ -281,6 +332,15 @@ class TestListingAndDeleting:
             answer = server.post("/state/delete", {"session_id": "gone", "delete_prefix": True})
             assert (answer.status_code, answer.json()["status"]) == (200, "success")
         assert not [name for name in listed(server) if name.startswith("gone")]
+
+    def test_without_slots_for_sessions_none_stays_in_one(self, tmp_path: Path) -> None:
+        for store in ("sqlite", "none"):
+            with serve(tmp_path, l1_slots=0, state_store=store) as server:
+                for number in range(3):
+                    turn(server, f"s{number}", "A", max_tokens=2)
+                server.wait_for(lambda: server.post("/state/status", {}).json()["l1_cache_count"] == 0)
+                assert listed(server) == {f"s{number}": "L2 (RAM)" for number in range(3)}
+                assert server.metric('states_held{kind="session",tier="l1"}') == 0
 
 
 class TestExportAndImport:
@@ -303,6 +363,8 @@ class TestExportAndImport:
 
     def test_what_cannot_be_imported(self, server: ServerThread) -> None:
         turn(server, "odd", FRANCE, max_tokens=3)
+        codes = ("state_corrupt", "state_foreign")
+        before = [server.metric(f'states_refused_total{{code="{code}"}}') for code in codes]
         data = server.client.get("/state/odd/export").content
         for wrong in (b"", data[:-1], data[:100], data.replace(b"odd", b"eve"), data[:-8] + b"12345678", b"x" * 5000):
             assert server.client.post("/state/import?session_id=new", content=wrong).status_code == 400
@@ -310,11 +372,26 @@ class TestExportAndImport:
         foreign = replace(foreign, header=replace(foreign.header, model="f" * 32))
         answer = server.client.post("/state/import?session_id=new", content=foreign.to_bytes())
         assert (answer.status_code, "another model" in answer.text) == (409, True)
+        assert "delete" not in answer.text, "there is no session to delete"
         half = replace(export(server, "odd"), snapshot=halved(export(server, "odd").snapshot))
         answer = server.client.post("/state/import?session_id=new", content=half.to_bytes())
         assert (answer.status_code, "--state-dtype float16" in answer.text) == (409, True)
+        after = [server.metric(f'states_refused_total{{code="{code}"}}') for code in codes]
+        assert [a - b for a, b in zip(after, before, strict=True)] == [6, 2]
         for name in ("a:b", "a:0", "a:-1", ":1", "a:" + "9" * 16):
-            assert server.client.post(f"/state/import?session_id={name}", content=data).status_code == 422
+            answer = server.client.post(f"/state/import?session_id={name}", content=data)
+            assert (answer.status_code, answer.json()["detail"][0]["loc"]) == (422, ["query", "session_id"])
+        for url, loc in {
+            "/state/tree/a:b": ["path", "session_id"],
+            "/state/a:b/export": ["path", "session_id"],
+            "/state/odd/export?state=none.pth": ["query", "state"],
+        }.items():
+            answer = server.client.get(url)
+            assert (answer.status_code, answer.json()["detail"][0]["loc"]) == (422, loc)
+        answer = server.client.post("/state/import?replace=maybe", content=data)
+        assert (answer.status_code, answer.json()["detail"][0]["loc"]) == (422, ["query", "replace"])
+        answer = server.post(STATE + "?session_id=x", body("a:b", FRANCE))
+        assert answer.json()["detail"][0]["loc"] == ["body", "session_id"]
         assert server.client.post("/state/import", content=data * 200).status_code == 413
         assert "new" not in listed(server)
         assert server.client.get("/state/nobody/export").status_code == 404

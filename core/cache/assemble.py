@@ -12,7 +12,7 @@ from rwkv_lightning.core.cache.initial import InitialStates
 from rwkv_lightning.core.cache.record import Expected
 from rwkv_lightning.core.cache.states import ModelStates
 from rwkv_lightning.core.checkpoint import fingerprint
-from rwkv_lightning.core.errors import StoreError
+from rwkv_lightning.core.errors import SettingsError, StoreError
 from rwkv_lightning.core.slots import SlotPool
 from rwkv_lightning.core.tensor_file import open_tensors
 from rwkv_lightning.core.text.output import decode_text
@@ -60,8 +60,11 @@ def cache_config(settings: Settings, slots: int) -> CacheConfig:
 
 
 def make_store(settings: Settings, host: PluginHost) -> StateStore:
-    """The store that the settings name, closed."""
-    return host.create_store(settings.state_store)
+    """The store that the settings name, closed. Raises SettingsError, PluginError."""
+    try:
+        return host.create_store(settings.state_store)
+    except SettingsError as error:
+        raise SettingsError(f"{error}; {NO_STORE!r} goes without one") from None
 
 
 def open_store(settings: Settings, host: PluginHost) -> tuple[StateStore | None, StoreError | None]:

@@ -41,7 +41,7 @@ def final_state(
     kept = Kept(
         owner=target.key,
         model=model,
-        parent=base.key if base else "",
+        parent=base.key if base and base.owner != target.key else "",  # a session goes on from itself
         base=base.header if base else None,
         news=news,
         tail=tuple(answer[seen:]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +13,7 @@ from rwkv_lightning.core.cache.hierarchy import StateCache
 from rwkv_lightning.core.cache.kept import Kept
 from rwkv_lightning.core.cache.keys import SessionKey, parse_name
 from rwkv_lightning.core.cache.leases import Leases
-from rwkv_lightning.core.cache.record import StateHeader, StateRecord
+from rwkv_lightning.core.cache.record import ANEW, StateHeader, StateRecord
 from rwkv_lightning.core.cache.sessions import BranchNumbers, Deletion, Level, Listing, Turn, listing
 from rwkv_lightning.core.errors import (
     InvalidField,
@@ -20,6 +21,7 @@ from rwkv_lightning.core.errors import (
     StateCorrupt,
     StateError,
     StateExists,
+    StateForeign,
     StateLost,
     StateUnavailable,
     StoreError,
@@ -33,10 +35,15 @@ MANY_TOKENS = 4096  # hashing them takes longer than going to another thread
 
 
 class Sessions:
-    """Sessions and branches: opening, keeping apart, listing, moving, deleting."""
+    """Sessions and branches: opening, keeping apart, listing, moving, deleting.
 
-    def __init__(self, cache: StateCache) -> None:
+    Args:
+        has_initial: whether a sequence can begin from an initial state here (`InitialStates.has`); may block.
+    """
+
+    def __init__(self, cache: StateCache, has_initial: Callable[[str], bool] = lambda initial: not initial) -> None:
         self._cache = cache
+        self._has_initial = has_initial
         self.turns = cache.turns
         self.leases = Leases(cache.config.waiting_turns)
         self._numbers = BranchNumbers(None if cache.store is None else self._reserver(cache.store))
@@ -117,14 +124,44 @@ class Sessions:
     def _load(self, key: SessionKey) -> StateRecord | None:
         """A record out of L3, checked. Blocks. Raises StateError, StateUnavailable."""
         store, expected = self._cache.store, replace(self._cache.expected, key=str(key), initial=key.initial)
-        if store is None:
+        data = None if store is None else self._ask(store.get, str(key))
+        with self._counted():
+            if data is not None:
+                return StateRecord.from_bytes(data, expected)
+            self._refuse_stranded(key)
             return None
-        data = self._ask(store.get, str(key))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the record that is refused."""
         try:
-            return None if data is None else StateRecord.from_bytes(data, expected)
+            yield
         except StateError as error:
             self._cache.refused[error.code] += 1
             raise
+
+    def _refuse_stranded(self, key: SessionKey) -> None:
+        """Raises StateForeign where the session has a state that no request can reach here, instead of beginning anew.
+
+        One under another initial state that this server has got is another session.
+        """
+        for initial in self._initials_of(key):
+            if not self._has_initial(initial):
+                raise StateForeign(
+                    f"session {key.shown!r} {_began_from(initial)}, from which nothing can begin on this server: "
+                    f"{_way_to(initial)}, or {ANEW}",
+                    param="session_id",
+                )
+
+    def _initials_of(self, key: SessionKey) -> set[str]:
+        """The initial states under which there are states of a session or branch. Blocks."""
+        store = self._cache.store
+        if store is not None:
+            owners = [SessionKey.parse(info.key) for info in self._ask(store.family, key.session)]
+        else:
+            with self._cache.lock:
+                owners = [kept.owner for kept in self._cache.current()]
+        return {owner.initial for owner in owners if (owner.session, owner.branch) == (key.session, key.branch)}
 
     def _ask(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """A call of the store. Blocks. Raises StateUnavailable."""
@@ -164,11 +201,18 @@ class Sessions:
             return self._cache.adopt(record.renamed(str(key), created=time.time()))
 
     def _read(self, data: bytes) -> StateRecord:
-        record = StateRecord.from_bytes(data, self._cache.expected)
-        try:
-            parse_name(SessionKey.parse(record.key).shown)
-        except (ValueError, InvalidField):
-            raise StateCorrupt("the state is not that of a session: export a session or a branch") from None
+        with self._counted():
+            record = StateRecord.from_bytes(data, self._cache.expected)
+            try:
+                key = SessionKey.parse(record.key)
+                parse_name(key.shown)
+            except (ValueError, InvalidField):
+                raise StateCorrupt("the state is not that of a session: export a session or a branch") from None
+            if not self._has_initial(key.initial):
+                raise StateForeign(
+                    f"the imported state {_began_from(key.initial)}, from which nothing can begin on this server: "
+                    f"{_way_to(key.initial)}, then import it again"
+                )
         return record
 
     async def _exists(self, key: SessionKey) -> bool:
@@ -209,6 +253,16 @@ class Sessions:
             return await asyncio.to_thread(self._cache.delete, deletion)
         except StoreError as error:
             raise unavailable() from error
+
+
+def _began_from(initial: str) -> str:
+    return f"began from the state-tuning file of id {initial[:32]}" if initial else "began from the zero state"
+
+
+def _way_to(initial: str) -> str:
+    if initial:
+        return "put that file into the folder that --state-dir names, or start the server with it as --initial-state"
+    return "start the server without --initial-state"
 
 
 def unavailable() -> StateUnavailable:

@@ -54,25 +54,46 @@ class Moves:
         """A finished state stays in its slot. Call with the lock."""
         ledger.transfer(slot, kept)
         self._slots.put(kept, slot)
+        self.vacate()  # what it drives out may have been copied before
         self._ledger = ledger
         self._look_ahead()
+
+    def _free_vacated(self) -> None:
+        """Tell the ledger which slots hold nobody's state."""
+        self.vacate()
+        while (slot := self._slots.next_vacated()) is not None:
+            assert self._ledger is not None, "a state was in it"
+            self._ledger.release(slot)
 
     def reclaim(self) -> int | None:
         """Give up a slot; None while all are being copied. What is still to be copied then is, in `move_out`."""
         with self._lock:
+            vacated = self._slots.next_vacated()
+            if vacated is not None:
+                return vacated
             kept = self._slots.next_out()
             if kept is None:
                 return None
             slot = self._slots.give_up(kept, wanted=kept.bare)
-            if kept.copy is not None and kept.current:
-                self._host.ensure(kept)
+            self._is_out(kept)
             return slot
+
+    def vacate(self) -> None:
+        """Let states over the limit, and those that nobody wants, out of their slots. Call with the lock."""
+        for kept in self._slots.vacate():
+            self._is_out(kept)
+
+    def _is_out(self, kept: Kept) -> None:
+        """A state is in no slot any more."""
+        if kept.copy is not None and kept.current:
+            self._host.ensure(kept)
 
     def move_out(self) -> None:
         """Copy the states whose slots the coming step overwrites."""
         with self._lock:
             for kept in self._slots.leaving():
                 self._leave(kept)
+            self._free_vacated()
             self._look_ahead()
 
     def _look_ahead(self) -> None:
@@ -143,3 +164,4 @@ class Moves:
         finally:
             with self._lock:
                 kept.copying -= 1
+                self.vacate()

@@ -24,6 +24,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -41,7 +42,8 @@ HEADER_LIMIT = 65536  # bytes; a header of ours has well under 4 KiB
 FIELDS = ("model", "initial", "tokens", "token_hash", "key", "parent", "last_text", "created")
 ENTRIES = {*FIELDS, "format", "version", "checksum"}
 WORDS = 60  # characters of `last_text`
-ANEW = "delete the session with /state/delete, or use another session_id"
+ANEW = "delete the session with /state/delete, import a good copy over it with replace=true, or use another session_id"
+OF_THIS_KIND = "import one that a server of this version, model and state type has exported"
 
 
 def hash_tokens(tokens: Iterable[int], start: str = NO_TOKENS) -> str:
@@ -78,7 +80,7 @@ class StateHeader:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a record must be to be used here; None leaves a point open.
+    """What a record must be to be used here; None leaves a point open. Without a key it is one to be imported.
 
     Args:
         fingerprint: of the loaded model.
@@ -144,7 +146,7 @@ class StateRecord:
             StateCorrupt: truncated or changed, or another record than the one asked for.
             StateForeign: of another model, initial state or state type.
         """
-        name = "the state" if expect.key is None else f"the stored state {expect.key!r}"
+        name = IMPORTED if expect.key is None else _Subject(f"the stored state {expect.key!r}", ANEW)
         fields = _read_fields(data, name)
         tensors = _read_tensors(data, fields, name)
         record = cls(
@@ -192,11 +194,24 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _damaged(name: str, why: str) -> StateCorrupt:
-    return StateCorrupt(f"{name} is damaged ({why}): {ANEW}")
+class _Subject(NamedTuple):
+    """Which record a message is about, and the way out that is always open."""
+
+    name: str
+    anew: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def _read_fields(data: bytes, name: str) -> dict[str, str]:
+IMPORTED = _Subject("the imported state", OF_THIS_KIND)
+
+
+def _damaged(name: _Subject, why: str) -> StateCorrupt:
+    return StateCorrupt(f"{name} is damaged ({why}): {name.anew}")
+
+
+def _read_fields(data: bytes, name: _Subject) -> dict[str, str]:
     """The safetensors metadata: after 8 bytes of length (little endian) a JSON object whose `__metadata__` it is."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= size <= min(HEADER_LIMIT, len(data) - 8):
@@ -210,14 +225,14 @@ def _read_fields(data: bytes, name: str) -> dict[str, str]:
     if fields.get("version") != VERSION:
         raise StateVersion(
             f"{name} has format version {str(fields.get('version'))[:20]!r}; this server reads version {VERSION}: "
-            f"serve it with the version that wrote it, or {ANEW}"
+            f"serve it with the version that wrote it, or {name.anew}"
         )
     if fields.keys() != ENTRIES:
         raise _damaged(name, "its header has other entries than it should")
     return fields
 
 
-def _read_tensors(data: bytes, fields: Mapping[str, str], name: str) -> dict[str, torch.Tensor]:
+def _read_tensors(data: bytes, fields: Mapping[str, str], name: _Subject) -> dict[str, torch.Tensor]:
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError):
@@ -231,7 +246,7 @@ def _read_tensors(data: bytes, fields: Mapping[str, str], name: str) -> dict[str
     return tensors
 
 
-def _header(fields: Mapping[str, str], name: str) -> StateHeader:
+def _header(fields: Mapping[str, str], name: _Subject) -> StateHeader:
     texts = {entry: fields[entry] for entry in FIELDS if entry not in ("tokens", "created")}
     try:
         header = StateHeader(tokens=int(fields["tokens"]), created=float(fields["created"]), **texts)
@@ -243,7 +258,7 @@ def _header(fields: Mapping[str, str], name: str) -> StateHeader:
     return header
 
 
-def _check_sense(record: StateRecord, name: str) -> None:
+def _check_sense(record: StateRecord, name: _Subject) -> None:
     """What a checksum cannot tell: a file made by hand may hold anything."""
     snapshot, header = record.snapshot, record.header
     if snapshot.shift.dtype != torch.float32 or snapshot.wkv.dtype not in STATE_DTYPES:
@@ -256,21 +271,21 @@ def _check_sense(record: StateRecord, name: str) -> None:
         raise _damaged(name, "its logits are impossible")
 
 
-def _check_expected(record: StateRecord, expect: Expected, name: str) -> None:
+def _check_expected(record: StateRecord, expect: Expected, name: _Subject) -> None:
     header = record.header
     if expect.key not in (None, header.key):
         raise _damaged(name, "it is the record of another key")
     if header.model != expect.fingerprint:
         raise StateForeign(
             f"{name} belongs to another model (fingerprint {header.model[:32]}, loaded is {expect.fingerprint}): "
-            f"load that model, or {ANEW}"
+            f"load that model, or {name.anew}"
         )
     if expect.initial not in (None, header.initial):
-        raise StateForeign(f"{name} began from another initial state: name that one, or {ANEW}")
+        raise StateForeign(f"{name} began from another initial state: name that one, or {name.anew}")
     if expect.dtype not in (None, record.snapshot.wkv.dtype):
         raise StateForeign(
             f"{name} is kept in {_dtype(record.snapshot.wkv)}, but this server's states are of another type: "
-            f"start it with --state-dtype {_dtype(record.snapshot.wkv)}, or {ANEW}"
+            f"start it with --state-dtype {_dtype(record.snapshot.wkv)}, or {name.anew}"
         )
     if expect.token_hash not in (None, header.token_hash):
         raise _damaged(name, "it has seen other tokens than those it is kept for")
@@ -278,7 +293,7 @@ def _check_expected(record: StateRecord, expect: Expected, name: str) -> None:
         _check_shapes(record, expect.config, name)
 
 
-def _check_shapes(record: StateRecord, config: ModelConfig, name: str) -> None:
+def _check_shapes(record: StateRecord, config: ModelConfig, name: _Subject) -> None:
     square = (config.head_size, config.head_size)
     shapes = (tuple(record.snapshot.shift.shape), tuple(record.snapshot.wkv.shape))
     if shapes != ((config.n_layer, 2, config.n_embd), (config.n_layer, config.n_head, *square)):

@@ -16,8 +16,8 @@ class SlotShelf:
 
     A slot whose state is `bare` costs a copy before anybody else may have it, so others go first.
 
-    A state is resident, or unwanted (over the limit, replaced or deleted: its slot is the next to go, but until then
-    the state is there), or leaving (its slot is given away, and is overwritten when the coming step runs).
+    A state is resident, or unwanted (over the limit, replaced or deleted: its slot is vacated as soon as nobody needs
+    the numbers in it), or leaving (its slot is given away, and is overwritten when the coming step runs).
 
     Args:
         limit: most resident states.
@@ -27,6 +27,7 @@ class SlotShelf:
         self._limit = limit
         self._resident: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
         self._unwanted: dict[Kept, None] = {}
+        self._vacated: list[int] = []  # slots of nobody's state, which the ledger does not know of yet
         self._leaving: dict[Kept, int] = {}  # their slots; `Kept.slot` is None already, as nobody may copy from there
 
     def put(self, kept: Kept, slot: int) -> None:
@@ -57,6 +58,16 @@ class SlotShelf:
             del self._resident[kept.key]
             self._unwanted[kept] = None
 
+    def vacate(self) -> list[Kept]:
+        """Let the unwanted states that need no copy out of their slots; what is left in these is nobody's."""
+        out = [kept for kept in self._unwanted if not kept.copying and not kept.bare]
+        self._vacated += [self.give_up(kept, wanted=False) for kept in out]
+        return out
+
+    def next_vacated(self) -> int | None:
+        """A vacated slot, which the ledger still counts as held: for the engine thread. None when there is none."""
+        return self._vacated.pop() if self._vacated else None
+
     def next_out(self) -> Kept | None:
         """Whose slot goes next: one that needs no copy, an unwanted one, the least recently used, in this order.
 
@@ -79,7 +90,7 @@ class SlotShelf:
         Args:
             free: slots that nobody holds.
         """
-        ahead = -(-self._limit // 2) - free
+        ahead = -(-self._limit // 2) - free - len(self._vacated)
         candidates = itertools.islice(self._in_turn(), max(ahead, len(self._unwanted)))
         return next((kept for kept in candidates if kept.current and kept.bare and not kept.copied), None)
 
@@ -111,5 +122,5 @@ class SlotShelf:
         return list(self._leaving)
 
     def __len__(self) -> int:
-        """Slots held."""
+        """Slots that hold states."""
         return len(self._resident) + len(self._unwanted)

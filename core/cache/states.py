@@ -41,7 +41,7 @@ class ModelStates:
         self, cache: StateCache, initial: InitialStates, chunk: int, failure: StoreError | None = None
     ) -> None:
         self.cache = cache
-        self.sessions = Sessions(cache)
+        self.sessions = Sessions(cache, initial.has)
         self.prefixes = PrefixCache(cache)
         self.coming = ComingPrefixes()
         self.initial = initial

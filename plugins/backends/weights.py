@@ -72,6 +72,7 @@ class CheckpointSource:
         return self._read(name, torch.float32).reshape(-1)
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        self._checkpoint.verify(name)
         stored = self._checkpoint.tensor(name)
         tensor = stored.to(self._device).to(dtype or stored.dtype)  # over the bus as stored, converted there
         if not _finite(tensor):

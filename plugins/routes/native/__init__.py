@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from rwkv_lightning.core.hookspecs import hookimpl
 from rwkv_lightning.core.interfaces import RouteGroup
-from rwkv_lightning.plugins.routes.native import batch, fim, models, state, translate, wire
+from rwkv_lightning.plugins.routes.native import batch, fim, models, records, state, translate, wire
 
 router = APIRouter()
 router.include_router(models.router)
@@ -14,6 +14,7 @@ router.include_router(batch.router)
 router.include_router(fim.router)
 router.include_router(translate.router)
 router.include_router(state.router)
+router.include_router(records.router)
 
 
 @hookimpl

@@ -1,24 +1,21 @@
-"""The native session endpoints: one session (/state), a session that forks (/multi_state), listing, tree, deletion."""
+"""The native session endpoints that generate: one session (/state), and one that forks (/multi_state)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Depends
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from rwkv_lightning.core.body import read_bytes
 from rwkv_lightning.core.cache.initial import InitialState
 from rwkv_lightning.core.cache.kept import Kept, KeptSource, SessionTarget
-from rwkv_lightning.core.cache.keys import SessionKey, check_session_id, parse_name
-from rwkv_lightning.core.cache.sessions import Deletion
+from rwkv_lightning.core.cache.keys import SessionKey, check_session_id
 from rwkv_lightning.core.cache.sessions import Turn as SessionTurn
 from rwkv_lightning.core.cache.states import ModelStates
-from rwkv_lightning.core.errors import BadRequest, InvalidField, NotFound, StateCorrupt
+from rwkv_lightning.core.errors import BadRequest, InvalidField, NotFound
 from rwkv_lightning.core.generation import option_names, validate
 from rwkv_lightning.core.http import (
     LONGEST_HOLD,
@@ -26,12 +23,10 @@ from rwkv_lightning.core.http import (
     EventStream,
     body_in_openapi,
     collect,
-    context_of,
     heartbeat,
     ignored_fields,
     raise_if_all_failed,
     read_call,
-    require_password,
     unless_client_leaves,
 )
 from rwkv_lightning.core.models import LoadedModel
@@ -45,7 +40,10 @@ from rwkv_lightning.plugins.routes.native.bodies import BatchBody, Integer
 
 router = APIRouter(tags=["native"])
 PostCall = Annotated[Call, Depends(read_call)]
-STATE_OVERHEAD = 1 << 20  # bytes that an exported state may have besides its numbers
+REQUIRED = {
+    "session_id": "send the name of a session",
+    "dialogue_idx": "send the number of the branch to go on from, 0 for the root",
+}
 TURN = "\n\n"  # stands between the turns of a conversation
 
 
@@ -59,19 +57,10 @@ class MultiStateBody(StateBody):
     dialogue_idx: Annotated[Integer, Field(ge=0)] = Field(description="the branch to go on from; 0 is the root")
 
 
-class DeleteBody(BaseModel):
-    session_id: str = Field(min_length=1, description="a session, or a branch as <session>:<number>")
-    delete_prefix: bool = Field(False, description="delete all branches of it too")
-
-
-class StatusBody(BaseModel):
-    limit: Annotated[Integer, Field(ge=1)] | None = Field(None, description="the most sessions to list")
-    offset: Annotated[Integer, Field(ge=0)] = Field(0, description="sessions to pass over")
-
-
 @router.post("/state/chat/completions", openapi_extra=body_in_openapi(StateBody.model_json_schema()))
 async def state_completions(call: PostCall) -> Response:
     """One turn of a session, whose state is kept under `session_id`."""
+    require(call, "session_id")
     body = validate(StateBody, call.body)
     turn = Turn(call, body, await session_key(call, body))
     return await turn.answer("rwkv7-state")
@@ -80,9 +69,18 @@ async def state_completions(call: PostCall) -> Response:
 @router.post("/multi_state/chat/completions", openapi_extra=body_in_openapi(MultiStateBody.model_json_schema()))
 async def multi_state_completions(call: PostCall) -> Response:
     """One turn from any branch of a session; every success makes a new branch."""
+    require(call, "session_id", "dialogue_idx")
     body = validate(MultiStateBody, call.body)
     turn = Fork(call, body, await session_key(call, body), body.dialogue_idx)
     return await turn.answer("rwkv7-multi-state")
+
+
+def require(call: Call, *names: str) -> None:
+    """Raises BadRequest where one of these fields is missing, null or an empty text (native_api.md, "Status codes")."""
+    for name in names:
+        value = call.body.get(name)
+        if value is None or (value == "" and name == "session_id"):
+            raise BadRequest(f"{name} is missing: {REQUIRED[name]}", param=name)
 
 
 async def session_key(call: Call, body: StateBody) -> SessionKey:
@@ -215,92 +213,3 @@ class Fork(Turn):
                 param="dialogue_idx",
             )
         return base
-
-
-@router.post("/state/status", openapi_extra=body_in_openapi(StatusBody.model_json_schema()))
-async def state_status(call: PostCall) -> Response:
-    """What the three cache levels hold."""
-    body = validate(StatusBody, call.body)
-    found = await call.context.models.default.states.sessions.status(body.limit, body.offset)
-    sessions = [
-        {
-            "session_id": place.key.shown,
-            "cache_level": place.level,
-            "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(place.updated)),
-            "timestamp": place.updated,
-        }
-        for place in found.places
-    ]
-    counts = {"total_sessions": found.total, "l1_cache_count": found.l1, "l2_cache_count": found.l2}
-    content = {"status": "success", **counts, "database_count": found.l3, "sessions": sessions}
-    return JSONResponse(content, headers=ignored_fields(call.body, StatusBody.model_fields))
-
-
-@router.post("/state/delete", openapi_extra=body_in_openapi(DeleteBody.model_json_schema()))
-async def state_delete(call: PostCall) -> Response:
-    """Delete a session, with `delete_prefix` its branches too."""
-    body = validate(DeleteBody, call.body)
-    headers = ignored_fields(call.body, DeleteBody.model_fields)
-    sessions = call.context.models.default.states.sessions
-    if not await sessions.delete(Deletion(body.session_id, body.delete_prefix)):
-        content = {"status": "not_found", "message": f"there is no session {body.session_id!r}"}
-        return JSONResponse(content, 404, headers=headers)
-    what = f"session {body.session_id!r}" + (" and its branches" if body.delete_prefix else "")
-    return JSONResponse({"status": "success", "message": f"deleted {what}"}, headers=headers)
-
-
-@router.get("/state/tree/{session_id}", dependencies=[Depends(require_password)])
-async def state_tree(request: Request, session_id: str) -> dict[str, Any]:
-    """A session and its branches: parent, tokens, last words, time."""
-    sessions = context_of(request).models.default.states.sessions
-    headers = await sessions.family(check_session_id(session_id))
-    if not headers:
-        raise NotFound(f"there is no session {session_id!r}", param="session_id")
-    branches = [
-        {
-            "session_id": key.shown,
-            "dialogue_idx": key.branch,
-            "parent": SessionKey.parse(header.parent).shown if header.parent else None,
-            "tokens": header.tokens,
-            "last_text": header.last_text,
-            "timestamp": header.created,
-        }
-        for key, header in sorted(((SessionKey.parse(h.key), h) for h in headers), key=lambda pair: pair[0].branch)
-    ]
-    return {"session_id": session_id, "branches": branches}
-
-
-@router.get("/state/{session_id}/export", dependencies=[Depends(require_password)])
-async def export_state(
-    request: Request,
-    session_id: str,
-    state: Annotated[str | None, Query(description="the state file that the session began from")] = None,
-) -> Response:
-    """A session's or branch's state as a safetensors file."""
-    states = context_of(request).models.default.states
-    initial = await find_initial(states, state)
-    record = await states.sessions.export_bytes(parse_name(session_id, initial.name))
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in session_id)[:80]
-    headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-    return Response(record, media_type="application/octet-stream", headers=headers)
-
-
-@router.post(
-    "/state/import",
-    dependencies=[Depends(require_password)],
-    openapi_extra={"requestBody": {"content": {"application/octet-stream": {}}, "required": True}},
-)
-async def import_state(
-    request: Request,
-    session_id: Annotated[str | None, Query(description="the name to keep it under, by default its own")] = None,
-    replace: Annotated[bool, Query(description="replace a state of that name")] = False,
-) -> dict[str, Any]:
-    """Keep a state that GET /state/{session_id}/export gave, on this server or another."""
-    model = context_of(request).models.default
-    key = parse_name(session_id) if session_id else None
-    body = await read_bytes(request, 2 * model.model.state_nbytes() + STATE_OVERHEAD)
-    try:
-        kept = await model.states.sessions.import_bytes(body, key, replace=replace)
-    except StateCorrupt:
-        raise BadRequest("the body is not a whole exported state; export it again and send it unchanged") from None
-    return {"status": "success", "session_id": kept.owner.shown, "tokens": kept.header.tokens}

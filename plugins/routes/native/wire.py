@@ -21,17 +21,26 @@ def render_error(request: Request, error: RequestError) -> Response:
     """`{"detail": [...]}` with 422 for a field at fault, `{"error": "text"}` for everything else."""
     headers = error_headers(error)
     if isinstance(error, InvalidField):
-        return JSONResponse({"detail": validation_detail(error)}, VALIDATION_STATUS, headers=headers)
+        return JSONResponse({"detail": validation_detail(request, error)}, VALIDATION_STATUS, headers=headers)
     return JSONResponse({"error": error.message, **error.extra}, error.status, headers=headers)
 
 
-def validation_detail(error: InvalidField) -> list[dict[str, Any]]:
+def validation_detail(request: Request, error: InvalidField) -> list[dict[str, Any]]:
     """FastAPI's list of faults, each with `type`, `loc` and `msg`."""
     faults = error.extra.get("errors")
     if faults:
         return [{**fault, "loc": ["body", *fault["loc"]]} for fault in faults]
-    loc = ["body", *(error.param.split(".") if error.param else [])]
-    return [{"type": error.code, "loc": loc, "msg": error.message}]
+    fields = error.param.split(".") if error.param else []
+    return [{"type": error.code, "loc": [_place_of(request, fields), *fields], "msg": error.message}]
+
+
+def _place_of(request: Request, fields: list[str]) -> str:
+    """Where a field at fault came: "path", "query" (as the route declares them) or "body"."""
+    if fields and fields[0] in request.path_params:
+        return "path"
+    dependant = getattr(request.scope.get("route"), "dependant", None)
+    query = {parameter.alias for parameter in dependant.query_params} if dependant else set()
+    return "query" if fields and fields[0] in query else "body"
 
 
 def answer(events: list[Event], *, answer_id: str, object_name: str, model: str) -> dict[str, Any]:
