@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rwkv_lightning.core.byte_bar import byte_bar
 from rwkv_lightning.core.checkpoint import Checkpoint, fingerprint
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.layout import official_names
@@ -163,14 +164,6 @@ def _copy_vocabulary(source: Path, out: Path) -> None:
         shutil.copyfile(own, copy)
 
 
-@contextmanager
-def conversion_bar(source: Path) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, when stderr is a terminal. Gives the function that moves it on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"converting {source.name}", total=source.stat().st_size)
-        yield lambda nbytes: progress.advance(task, nbytes)
+def conversion_bar(source: Path) -> AbstractContextManager[Callable[[int], None]]:
+    """A progress bar, whatever the size; the function that it gives takes the bytes that were dealt with."""
+    return byte_bar(f"converting {source.name}", source.stat().st_size, least=0)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rwkv_lightning.core.byte_bar import byte_bar
 from rwkv_lightning.core.checkpoint import Checkpoint
 from rwkv_lightning.core.layout import MANIFEST
 from rwkv_lightning.core.quantised_checkpoint import QuantisedCheckpoint
 from rwkv_lightning.core.tensor_file import open_tensors
-
-BAR_FROM = 1_000_000_000  # bytes from which checking shows its progress
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -48,26 +45,12 @@ def _checksums(checkpoint: Checkpoint) -> str:
 
 def check_content(checkpoint: Checkpoint) -> None:
     """Compare every tensor with the file's own checksum. Raises CheckpointError naming the first that differs."""
-    with checking_bar(checkpoint) as on_checked:
+    with byte_bar(f"checking {checkpoint.path.name}", checkpoint.nbytes) as on_checked:
         for name in checkpoint.names if checkpoint.checksums else ():
             tensor = checkpoint.tensor(name)
             checkpoint.verify(name)
             checkpoint.release(tensor)
             on_checked(tensor.nbytes)
-
-
-@contextmanager
-def checking_bar(checkpoint: Checkpoint) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr for a large file, when stderr is a terminal. Gives the function that moves it on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    hidden = checkpoint.nbytes < BAR_FROM or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(f"checking {checkpoint.path.name}", total=checkpoint.nbytes)
-        yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def _engine(checkpoint: Checkpoint) -> dict[str, Any]:

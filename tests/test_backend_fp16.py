@@ -13,12 +13,13 @@ from pluggy import PluginManager
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints import make, random_weights, save
+from rwkv_lightning.core import byte_bar
 from rwkv_lightning.core.checkpoint import Checkpoint
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.errors import CheckpointError, StartError
 from rwkv_lightning.core.hookspecs import NAMESPACE
 from rwkv_lightning.core.interfaces import Backend, Batch, LoadOptions, Model
-from rwkv_lightning.plugins.backends import fp16, precision, weights
+from rwkv_lightning.plugins.backends import fp16, precision
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
 from rwkv_lightning.plugins.backends.precision import bfloat16_gain, choose_precision
 from rwkv_lightning.plugins.backends.weights import CheckpointSource, loading_bar
@@ -229,7 +230,7 @@ class TestLoading:
     def test_the_bar_names_a_large_file_on_a_terminal(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(weights, "BAR_FROM", 0)
+        monkeypatch.setattr(byte_bar, "BAR_FROM", 0)
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
         checkpoint = Checkpoint.open(demo_model_path())
         with loading_bar(checkpoint) as advance:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.checkpoints import random_weights, save
-from rwkv_lightning.core import cli, inspection
+from rwkv_lightning.core import byte_bar, cli, inspection
 from rwkv_lightning.core.checkpoint import Checkpoint
 from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path
@@ -144,7 +144,7 @@ def test_what_a_file_names_is_never_called(tmp_path: Path) -> None:
 def test_the_bar_goes_to_a_terminals_stderr_only(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(inspection, "BAR_FROM", 1)
+    monkeypatch.setattr(byte_bar, "BAR_FROM", 1)
     assert cli.main(["inspect", str(path), "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["file"] == str(path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
+from rwkv_lightning.core.byte_bar import byte_bar
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.kernels.linear import make_linear
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from rwkv_lightning.core.interfaces import Linear
 
 LOW_RANK = re.compile(r"\.att\.[wavg][12]$")  # stored [in, out]; all other matrices are [out, in]
-BAR_FROM = 1_000_000_000  # bytes from which loading shows its progress
 
 
 class CheckpointSource:
@@ -91,15 +91,6 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # a sum in float16 may overflow by itself
 
 
-@contextmanager
-def loading_bar(checkpoint: Checkpoint) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr for a large file, when stderr is a terminal. Gives the function that moves it on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    hidden = checkpoint.nbytes < BAR_FROM or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(f"loading {checkpoint.path.name}", total=checkpoint.nbytes)
-        yield lambda nbytes: progress.advance(task, nbytes)
+def loading_bar(checkpoint: Checkpoint) -> AbstractContextManager[Callable[[int], None]]:
+    """A progress bar for a large file; the function that it gives takes the bytes that were read."""
+    return byte_bar(f"loading {checkpoint.path.name}", checkpoint.nbytes)
