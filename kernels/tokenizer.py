@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rwkv_lightning.kernels.cpu import build
+from rwkv_lightning.kernels.cpu.build import library
 
 
 class Encoder(Protocol):
@@ -23,10 +23,10 @@ class Encoder(Protocol):
 
 def encoder(ids: Mapping[bytes, int]) -> Encoder:
     """The quickest encoder this machine has for a vocabulary: `ids` maps non-empty token bytes to ids >= 0."""
-    library = build.library()
-    if library.lib is None:
-        return PythonEncoder(ids, library.why)
-    return CompiledEncoder(ids, library.lib, library.why)
+    built = library()
+    if built.lib is None:
+        return PythonEncoder(ids, built.why)
+    return CompiledEncoder(ids, built.lib, built.why)
 
 
 class CompiledEncoder:

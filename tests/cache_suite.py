@@ -13,15 +13,11 @@ from cache_states import prefix, state
 from rwkv_lightning.core.cache.prefix import pack
 from rwkv_lightning.core.errors import StartError, StoreError
 from rwkv_lightning.core.interfaces import StateInfo, StateStore, StoredState, StoreUsage
-from rwkv_lightning.core.testing.suite import Suite, check, check_raises
+from rwkv_lightning.core.testing.suite import Suite, check_raises
 
 
 def keys(infos: Sequence[StateInfo]) -> list[str]:
     return [info.key for info in infos]
-
-
-def equal(actual: object, wanted: object, what: str) -> None:
-    check(actual == wanted, f"{what}: {actual!r} instead of {wanted!r}")
 
 
 class StoreSuite(Suite):
@@ -50,10 +46,10 @@ class StoreSuite(Suite):
         every_byte = bytes(range(256)) * 300
         with self.opened() as store:
             store.put([state("a", data=every_byte), state("a", 1, data=b"")])
-            equal(store.get("a"), every_byte, "the record of a")
-            equal(store.get("a:1"), b"", "the empty record")
-            equal(store.get("b"), None, "a key that was never put")
-            equal(store.info("b"), None, "the index line of a key that was never put")
+            assert store.get("a") == every_byte, "the record of a"
+            assert store.get("a:1") == b"", "the empty record"
+            assert store.get("b") is None, "a key that was never put"
+            assert store.info("b") is None, "the index line of a key that was never put"
 
     def test_index_lines_come_back_unchanged(self) -> None:
         line = StateInfo(
@@ -72,55 +68,55 @@ class StoreSuite(Suite):
         )
         with self.opened() as store:
             store.put([StoredState(line, b"abc")])
-            equal(store.info(line.key), line, "the index line")
-            equal(store.family("naïve 會話"), [line], "the family")
-            equal(store.sessions(), [line], "the listing")
+            assert store.info(line.key) == line, "the index line"
+            assert store.family("naïve 會話") == [line], "the family"
+            assert store.sessions() == [line], "the listing"
 
     def test_a_put_replaces_and_usage_follows(self) -> None:
         with self.opened() as store:
-            equal(store.usage(), StoreUsage(0, 0, 0), "usage of nothing")
+            assert store.usage() == StoreUsage(0, 0, 0), "usage of nothing"
             store.put([state("a", data=b"12345"), prefix("p")])
             store.put([state("a", data=b"123", created=5.0), prefix("p", data=b"")])
-            equal(store.get("a"), b"123", "the later record")
-            equal(store.usage(), StoreUsage(1, 1, 3 + 8), "usage after replacement")
-            equal(store.delete(["a", ":p", "never"]), 2, "how many were deleted")
-            equal(store.usage(), StoreUsage(0, 0, 0), "usage after deletion")
-            equal(store.get("a"), None, "a deleted record")
-            equal(store.check(), [], "problems")
+            assert store.get("a") == b"123", "the later record"
+            assert store.usage() == StoreUsage(1, 1, 3 + 8), "usage after replacement"
+            assert store.delete(["a", ":p", "never"]) == 2, "how many were deleted"
+            assert store.usage() == StoreUsage(0, 0, 0), "usage after deletion"
+            assert store.get("a") is None, "a deleted record"
+            assert store.check() == [], "problems"
 
     def test_of_one_key_twice_in_a_put_the_later_counts(self) -> None:
         with self.opened() as store:
             store.put([state("a", data=b"first"), state("a", data=b"second")])
-            equal(store.get("a"), b"second", "the record")
-            equal(store.usage().sessions, 1, "sessions")
+            assert store.get("a") == b"second", "the record"
+            assert store.usage().sessions == 1, "sessions"
 
     def test_nothing_to_do_is_fine(self) -> None:
         with self.opened() as store:
             store.put([])
             store.touch([], 1.0)
-            equal(store.delete([]), 0, "deleted of no keys")
-            equal(store.evict(0), [], "evicted of nothing")
+            assert store.delete([]) == 0, "deleted of no keys"
+            assert store.evict(0) == [], "evicted of nothing"
 
     def test_everything_outlives_a_restart(self) -> None:
         place = self.place()
         with self.opened(place) as store:
             store.put([state("a", 3, data=b"kept"), prefix("p")])
             store.set_meta("flag", "on")
-            equal(store.reserve_branches("b"), 1, "the first number")
+            assert store.reserve_branches("b") == 1, "the first number"
         with self.opened(place) as store:
-            equal(store.get("a:3"), b"kept", "the record")
-            equal(store.prefixes("model"), [(prefix("p").info, prefix("p").tokens)], "the prefixes")
-            equal(store.get_meta("flag"), "on", "the text")
-            equal(store.reserve_branches("b"), 2, "the next number")
-            equal(store.usage(), StoreUsage(1, 1, 4 + prefix("p").info.nbytes), "usage")
-            check(store.location != "", "an open store says where it is")
+            assert store.get("a:3") == b"kept", "the record"
+            assert store.prefixes("model") == [(prefix("p").info, prefix("p").tokens)], "the prefixes"
+            assert store.get_meta("flag") == "on", "the text"
+            assert store.reserve_branches("b") == 2, "the next number"
+            assert store.usage() == StoreUsage(1, 1, 4 + prefix("p").info.nbytes), "usage"
+            assert store.location != "", "an open store says where it is"
 
     def test_texts_are_kept_by_name(self) -> None:
         with self.opened() as store:
-            equal(store.get_meta("x"), None, "a text never set")
+            assert store.get_meta("x") is None, "a text never set"
             store.set_meta("x", "1")
             store.set_meta("x", "2")
-            equal(store.get_meta("x"), "2", "the later text")
+            assert store.get_meta("x") == "2", "the later text"
 
     # Listings
 
@@ -129,28 +125,28 @@ class StoreSuite(Suite):
             store.put([state(f"s{i}", created=float(i)) for i in range(5)])
             store.put([state("s1", 1, created=2.0), prefix("p", created=9.0)])
             everything = ["s4", "s3", "s1:1", "s2", "s1", "s0"]
-            equal(keys(store.sessions()), everything, "the listing")
-            equal(keys(store.sessions(limit=2, offset=1)), everything[1:3], "a page")
-            equal(keys(store.sessions(limit=0)), [], "an empty page")
-            equal(keys(store.sessions(offset=99)), [], "a page beyond the end")
+            assert keys(store.sessions()) == everything, "the listing"
+            assert keys(store.sessions(limit=2, offset=1)) == everything[1:3], "a page"
+            assert keys(store.sessions(limit=0)) == [], "an empty page"
+            assert keys(store.sessions(offset=99)) == [], "a page beyond the end"
             without = ["s3", "s1", "never", ":p"]
-            equal(keys(store.sessions(exclude=without, limit=2, offset=1)), ["s1:1", "s2"], "a page without some")
-            equal((store.count(), store.count(exclude=without)), (6, 4), "counts")
+            assert keys(store.sessions(exclude=without, limit=2, offset=1)) == ["s1:1", "s2"], "a page without some"
+            assert (store.count(), store.count(exclude=without)) == (6, 4), "counts"
 
     def test_a_family_is_the_session_and_its_branches_by_number(self) -> None:
         with self.opened() as store:
             store.put([state(name, branch) for name in ("a", "a'", "ab", "a%") for branch in (10, 2, 0)])
-            equal(keys(store.family("a")), ["a", "a:2", "a:10"], "the family of a")
-            equal(keys(store.family("a%")), ["a%", "a%:2", "a%:10"], "the family of a%")
-            equal(keys(store.family("")), [], "the family of nobody")
+            assert keys(store.family("a")) == ["a", "a:2", "a:10"], "the family of a"
+            assert keys(store.family("a%")) == ["a%", "a%:2", "a%:10"], "the family of a%"
+            assert keys(store.family("")) == [], "the family of nobody"
 
     def test_prefixes_are_of_one_model_and_the_last_used_first(self) -> None:
         with self.opened() as store:
             store.put([prefix(f"p{i}", created=float(i)) for i in range(3)] + [prefix("q", model="other")])
             store.touch([":p0", "never"], 7.0)
-            equal([info.key for info, _ in store.prefixes("model")], [":p0", ":p2", ":p1"], "prefixes")
-            equal([info.key for info, _ in store.prefixes("model", 1)], [":p0"], "one prefix")
-            equal([tokens for _, tokens in store.prefixes("other")], [pack([1, 65535])], "tokens")
+            assert [info.key for info, _ in store.prefixes("model")] == [":p0", ":p2", ":p1"], "prefixes"
+            assert [info.key for info, _ in store.prefixes("model", 1)] == [":p0"], "one prefix"
+            assert [tokens for _, tokens in store.prefixes("other")] == [pack([1, 65535])], "tokens"
 
     # Eviction
 
@@ -159,45 +155,45 @@ class StoreSuite(Suite):
             store.put([state(f"s{i}", created=float(i), data=bytes(10)) for i in range(4)])
             store.put([prefix(f"p{i}", created=10.0 + i, data=bytes(2)) for i in range(3)])  # of 10 bytes each
             store.touch(["s0", ":p0"], 20.0)
-            equal(store.evict(70), [], "evicted when all fits")
-            equal(store.evict(61), [":p1"], "the first to go")
-            equal(store.evict(35), [":p2", ":p0", "s1"], "the next to go")
-            equal(store.usage(), StoreUsage(3, 0, 30), "what is left")
-            equal(store.get("s1"), None, "an evicted record")
-            equal(store.evict(0), ["s2", "s3", "s0"], "the last to go")
-            equal(store.check(), [], "problems")
+            assert store.evict(70) == [], "evicted when all fits"
+            assert store.evict(61) == [":p1"], "the first to go"
+            assert store.evict(35) == [":p2", ":p0", "s1"], "the next to go"
+            assert store.usage() == StoreUsage(3, 0, 30), "what is left"
+            assert store.get("s1") is None, "an evicted record"
+            assert store.evict(0) == ["s2", "s3", "s0"], "the last to go"
+            assert store.check() == [], "problems"
 
     def test_many_are_evicted_at_once(self) -> None:
         with self.opened() as store:
             store.put([state(f"s{i:04}", created=float(i), data=b"x") for i in range(1000)])
-            equal(store.evict(100), [f"s{i:04}" for i in range(900)], "evicted")
+            assert store.evict(100) == [f"s{i:04}" for i in range(900)], "evicted"
 
     def test_a_late_touch_does_not_turn_the_clock_back(self) -> None:
         with self.opened() as store:
             store.put([state("a", created=5.0, data=b"1"), state("b", created=4.0, data=b"1")])
             store.touch(["a"], 1.0)
-            equal(store.evict(1), ["b"], "the least recently used")
+            assert store.evict(1) == ["b"], "the least recently used"
 
     # Branch numbers
 
     def test_branch_numbers_never_repeat(self) -> None:
         with self.opened() as store:
             numbers = [store.reserve_branches("a") for _ in range(3)]
-            equal(numbers, [1, 2, 3], "numbers")
+            assert numbers == [1, 2, 3], "numbers"
             store.put([state("a"), state("a", 3)])
             store.delete(["a", "a:3"])
-            equal(store.reserve_branches("a", 10), 4, "the number after a deletion")
-            equal(store.reserve_branches("a"), 14, "the number after a block of ten")
-            equal(store.reserve_branches("a", at_least=100), 100, "a number with a bound")
-            equal(store.reserve_branches("a", at_least=5), 101, "a number with a bound below")
-            equal(store.reserve_branches("b"), 1, "the number of another session")
+            assert store.reserve_branches("a", 10) == 4, "the number after a deletion"
+            assert store.reserve_branches("a") == 14, "the number after a block of ten"
+            assert store.reserve_branches("a", at_least=100) == 100, "a number with a bound"
+            assert store.reserve_branches("a", at_least=5) == 101, "a number with a bound below"
+            assert store.reserve_branches("b") == 1, "the number of another session"
 
     def test_a_branch_that_is_put_takes_its_number(self) -> None:
         with self.opened() as store:
             store.put([state("a", 7)])
-            equal(store.reserve_branches("a"), 8, "the next number")
+            assert store.reserve_branches("a") == 8, "the next number"
             store.put([state("a", 2)])
-            equal(store.reserve_branches("a"), 9, "the number after that")
+            assert store.reserve_branches("a") == 9, "the number after that"
 
     # Order of life
 
@@ -206,13 +202,13 @@ class StoreSuite(Suite):
         check_raises(lambda: store.get("a"), StoreError, "reading before opening")
         store.open(place)
         check_raises(lambda: store.open(place), StoreError, "opening twice")
-        equal(store.get("a"), None, "a store that somebody tried to open twice")
+        assert store.get("a") is None, "a store that somebody tried to open twice"
         store.close()
         store.close()
         error = check_raises(lambda: store.put([state("a")]), StoreError, "writing after closing")
-        check("open" in str(error), f"{error} does not say that the store is not open")
+        assert "open" in str(error), f"{error} does not say that the store is not open"
         store.open(place)
-        equal(store.get("a"), None, "an opened store")
+        assert store.get("a") is None, "an opened store"
         store.close()
 
     def test_a_second_server_is_refused_and_disturbs_nothing(self) -> None:
@@ -220,12 +216,12 @@ class StoreSuite(Suite):
             store.put([state("a", data=b"1")])
             second = self.store()
             error = check_raises(lambda: second.open(store.location), StartError, "a second opener")
-            check("--state-db" in str(error), f"{error} does not name the way out")
-            check(store.location in str(error), f"{error} does not name the place")
-            equal(store.get("a"), b"1", "a record of the first server")
+            assert "--state-db" in str(error), f"{error} does not name the way out"
+            assert store.location in str(error), f"{error} does not name the place"
+            assert store.get("a") == b"1", "a record of the first server"
             place = store.location
         with self.opened(place) as third:
-            equal(third.get("a"), b"1", "a record after the first server has gone")
+            assert third.get("a") == b"1", "a record after the first server has gone"
 
     def test_readers_and_writers_in_many_threads(self) -> None:
         wrong: list[object] = []
@@ -249,13 +245,13 @@ class StoreSuite(Suite):
                 thread.start()
             for thread in threads:
                 thread.join()
-            equal(sorted(got), list(range(1, 31)), "numbers reserved by three threads")
-            equal(wrong, [], "records that are a mixture of two")
-            equal(store.check(), [], "problems")
+            assert sorted(got) == list(range(1, 31)), "numbers reserved by three threads"
+            assert wrong == [], "records that are a mixture of two"
+            assert store.check() == [], "problems"
 
     def test_a_replaced_line_is_listed_by_its_new_time(self) -> None:
         with self.opened() as store:
             store.put([state("a", created=1.0), state("b", created=2.0)])
             renewed = state("a", created=3.0)
             store.put([replace(renewed, info=replace(renewed.info, last_text="hello"))])
-            equal([(info.key, info.last_text) for info in store.sessions()], [("a", "hello"), ("b", "")], "listing")
+            assert [(info.key, info.last_text) for info in store.sessions()] == [("a", "hello"), ("b", "")], "listing"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("cache_suite")  # so that what differs is shown
+
 # Test files run side by side: threads that spin while they wait would take the cores from each other.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rwkv_lightning.kernels import recurrent
 from rwkv_lightning.kernels.cpu import build
-from rwkv_lightning.kernels.cpu.build import Library
+from rwkv_lightning.kernels.cpu.build import Library, library
 from rwkv_lightning.kernels.recurrent import Kernels, select
 from rwkv_lightning.kernels.reference import HeadWeights, Projections, Rows
 
@@ -419,7 +419,7 @@ class TestChoice:
         assert chosen.shift_mix is REFERENCE.shift_mix
 
     def test_with_a_library_the_kernels_name_their_instructions(self) -> None:
-        assert build.library().lib is not None, "the tests need a C++ compiler"
+        assert library().lib is not None, "the tests need a C++ compiler"
         assert select("cpu").why.startswith("C++ kernels (")
         assert select("cpu").wkv7 is not REFERENCE.wkv7
 
@@ -438,8 +438,8 @@ def test_the_portable_form_computes_the_same(flags: list[str], tmp_path: Path, m
     kept = [flag for flag in build.FLAGS if not flag.startswith("-march")]
     source = build.SOURCES / "recurrent.cpp"
     subprocess.run([cxx, *kept, *flags, "-O1", "-w", "-shared", str(source), "-o", str(target)], check=True)
-    library = Library(ctypes.CDLL(str(target)), "portable")
-    monkeypatch.setattr(recurrent, "library", lambda: library)
+    portable = Library(ctypes.CDLL(str(target)), "portable")
+    monkeypatch.setattr(recurrent, "library", lambda: portable)
     plain = select("cpu")
     assert "AVX512" not in plain.why
     tests = TestWkv7()

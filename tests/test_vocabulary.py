@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.text.vocabulary import MAX_ID, Vocabulary, find_for, world_file
 from rwkv_lightning.kernels import tokenizer
-from rwkv_lightning.kernels.cpu import build
+from rwkv_lightning.kernels.cpu.build import Library, library
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "core" / "demo" / "rwkv7-demo.vocab.txt"
@@ -251,14 +251,14 @@ def test_a_byte_without_a_token_is_named_by_its_position() -> None:
 
 
 def test_the_compiled_form_serves_where_it_was_built() -> None:
-    library = build.library()
+    built = library()
     form = tokenizer.encoder({b"a": 1})
-    assert isinstance(form, tokenizer.CompiledEncoder) == (library.lib is not None)
-    assert form.why == library.why
+    assert isinstance(form, tokenizer.CompiledEncoder) == (built.lib is not None)
+    assert form.why == built.why
 
 
 def test_the_python_form_serves_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "library", lambda: build.Library(None, "no compiler"))
+    monkeypatch.setattr(tokenizer, "library", lambda: Library(None, "no compiler"))
     form = tokenizer.encoder({b"a": 1})
     assert isinstance(form, tokenizer.PythonEncoder)
     assert form.why == "no compiler"
