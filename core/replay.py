@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rwkv_lightning.core.slots import SlotPool
-    from rwkv_lightning.core.workspace import Buffers
+    from rwkv_lightning.core.workspace import Buffers, Workspace
 
     Run = Callable[[Buffers, torch.Tensor, Rows, SlotPool], torch.Tensor]
 
@@ -46,15 +46,18 @@ class CpuSteps:
         lib: the loaded kernels.
         run: the eager step, of recorded kernel calls only: buffers, tokens [R] int64, rows and states -> logits in a
             buffer that stays.
+        workspace: gives the buffers.
     """
 
-    def __init__(self, lib: ctypes.CDLL, run: Run) -> None:
+    def __init__(self, lib: ctypes.CDLL, run: Run, workspace: Workspace) -> None:
         self._lib = lib
         self._run = run
+        self._workspace = workspace
         self._steps: dict[int, _Step] = {}
 
-    def __call__(self, buffers: Buffers, tokens: torch.Tensor, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, pool: SlotPool) -> torch.Tensor:
         """Advance the states in `slots` [R] by `tokens` [R], both int32: logits [R, V]."""
+        buffers = self._workspace.buffers(len(tokens))
         step = self._steps.get(buffers.rows)
         if step is None or not step.fits(buffers, pool):
             return self._record(buffers, tokens, slots, pool)
@@ -78,7 +81,7 @@ class CpuSteps:
         return logits
 
 
-def cpu_steps(device: str, recordable: bool, run: Run) -> CpuSteps | None:
+def cpu_steps(device: str, recordable: bool, run: Run, workspace: Workspace) -> CpuSteps | None:
     """Recorded steps, where every kernel of the step can be recorded; else None."""
     built = library() if device == "cpu" and recordable else None
-    return None if built is None or built.lib is None else CpuSteps(built.lib, run)
+    return None if built is None or built.lib is None else CpuSteps(built.lib, run, workspace)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from rwkv_lightning.core.replay import cpu_steps
+from rwkv_lightning.core.replay import CpuSteps, cpu_steps
 from rwkv_lightning.core.slots import LayerStates, SlotPool
 from rwkv_lightning.core.workspace import MIXES, Buffers, Workspace
 from rwkv_lightning.kernels import recurrent
@@ -64,14 +64,18 @@ class RWKV7:
         self._table = table if table.dtype in recurrent.ROW_TYPES else table.float()
         self._state_dtype = state_dtype
         self._workspace = Workspace(source.config.n_embd, dtype, device)
-        self._replay = None if capture is None else _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))
         self._embed_norm = kernels.norm_rows(*_norm(source, "blocks.0.ln0"))
         join = pairs_for(torch.device(device).type)
         self._layers = [_Layer(source, kernels, index, join) for index in range(source.config.n_layer)]
         self._final_norm = kernels.norm_rows(*_norm(source, "ln_out"))
         self._head = _Operators("head", [source.linear("head.weight")], dtype=torch.float32)
         recordable = self._head.recordable and all(layer.recordable for layer in self._layers)
-        self._steps = cpu_steps(self.device, recordable, self._run)
+        # Decoding by steps met before; None: every step runs eagerly.
+        self._steps: _Replay | CpuSteps | None
+        if capture is None:
+            self._steps = cpu_steps(self.device, recordable, self._run, self._workspace)
+        else:
+            self._steps = _Replay(self, capture, Workspace(self.config.n_embd, dtype, device))
 
     def new_states(self, count: int) -> SlotPool:
         """Room for `count` resident states, zero at first."""
@@ -94,21 +98,14 @@ class RWKV7:
         """
         pool = cast("SlotPool", states)
         _check(batch, self.config.vocab_size, pool.count)
-        if (self._replay is not None or self._steps is not None) and _decodes(batch):
-            logits = self._decode(batch, pool)
+        if self._steps is not None and _decodes(batch):
+            logits = self._steps(batch.tokens, batch.slots, pool)
             if logits is not None:
                 return logits
         given = batch.tokens, batch.offsets, batch.slots, batch.logit_positions
         tokens, offsets, slots, positions = upload(given, self.device)
         rows = Rows(offsets.contiguous(), slots.contiguous(), len(tokens))
         return self.run(tokens, rows, positions, pool, self._workspace)
-
-    def _decode(self, batch: Batch, pool: SlotPool) -> torch.Tensor | None:
-        """Logits after one token per row by a step met before, or None when this batch must run eagerly."""
-        if self._replay is not None:
-            return self._replay(batch.tokens, batch.slots, pool)
-        assert self._steps is not None
-        return self._steps(self._workspace.buffers(len(batch.tokens)), batch.tokens, batch.slots, pool)
 
     def run(
         self, tokens: torch.Tensor, rows: Rows, positions: torch.Tensor, pool: SlotPool, workspace: Workspace

@@ -19,7 +19,7 @@ from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.errors import CheckpointError
 from rwkv_lightning.core.interfaces import LoadOptions
-from rwkv_lightning.core.zip_checksums import checksums
+from rwkv_lightning.core.zip_checksums import Checksum, checksums
 from rwkv_lightning.plugins.backends.fp16 import Fp16Backend
 
 
@@ -153,3 +153,18 @@ def test_the_bar_goes_to_a_terminals_stderr_only(
     checkpoint = Checkpoint.open(path)
     inspection.check_content(checkpoint)
     assert "checking model.pth" in capsys.readouterr().err
+
+
+def test_a_storage_that_tensors_share_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, compared = torch.cat([each.flatten() for each in random_weights("tiny").values()]), []
+    views, begun = {}, 0
+    for name, weight in random_weights("tiny").items():
+        views[name] = whole[begun : begun + weight.numel()].view(weight.shape)
+        begun += weight.numel()
+    torch.save(views, tmp_path / "views.pth")
+    fits = Checksum.fits
+    monkeypatch.setattr(Checksum, "fits", lambda known, tensor: compared.append(tensor) or fits(known, tensor))
+    checkpoint = Checkpoint.open(tmp_path / "views.pth")
+    inspection.check_content(checkpoint)
+    assert len(checkpoint.checksums) == len(views)
+    assert len(compared) == 1

@@ -13,6 +13,7 @@ import torch
 from rwkv_lightning.core.convert import convert
 from rwkv_lightning.core.demo import demo_model_path
 from rwkv_lightning.core.interfaces import Activation, Batch, LoadOptions
+from rwkv_lightning.core.replay import CpuSteps
 from rwkv_lightning.core.rwkv7 import RWKV7
 from rwkv_lightning.core.slots import SlotPool
 from rwkv_lightning.core.workspace import Workspace
@@ -77,7 +78,7 @@ def same_state(a: SlotPool, b: SlotPool, slot: int) -> bool:
 @pytest.fixture
 def records(model: RWKV7, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows whose steps were recorded."""
-    assert model._steps is not None
+    assert isinstance(model._steps, CpuSteps)
     record = model._steps._record
     seen: list[int] = []
 
@@ -143,7 +144,7 @@ def test_buffers_that_were_replaced_by_larger_ones_are_let_go(model: RWKV7) -> N
     for count in range(1, 41, 3):
         both.feed([[count + i] for i in range(count)], list(range(count)))
     both.feed([[5]], [0])
-    assert model._steps is not None
+    assert isinstance(model._steps, CpuSteps)
     assert all(step.buffers.current for step in model._steps._steps.values())
 
 
