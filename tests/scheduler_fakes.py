@@ -104,8 +104,9 @@ class FakeRunner:
         for row, slot in step.saves:
             assert row.snapshot is None
             row.snapshot = self.states[slot]
+        sources = {source for source, _ in step.copies}  # a state may have left its slot since the step was planned
         for slot in range(self.ledger.total):
-            if self.ledger.owner(slot) is None:
+            if self.ledger.owner(slot) is None and slot not in sources:
                 self.states[slot] = UNDEFINED
         for source, slot in step.copies:
             assert source != slot
@@ -232,6 +233,11 @@ class World:
                 continue
             assert self.numbers(kept) + kept.tail == seen, "another state than the last turn's"
             self.cache.close(kept)
+
+    def held_by_cache(self) -> int:
+        """Slots that the ledger has in the cache's name."""
+        with self.cache.lock:  # the copier may be vacating one
+            return self.cache.slots.held
 
     def numbers(self, snapshot: object) -> History:
         """What a state has seen, wherever it is."""

@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check_integrity()
         unfinished = len(self.world.drawn) - len(self.world.ends)
         assert scheduler.num_waiting + scheduler.num_running + scheduler.num_swapped == unfinished
-        assert scheduler.slots_used - len(self.world.cache.slots) == scheduler.num_running <= scheduler.slots_total
+        assert scheduler.slots_used - self.world.held_by_cache() == scheduler.num_running <= scheduler.slots_total
         assert scheduler.idle == (unfinished == 0)
 
     @invariant()
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         world.drain(left + 1)
         assert world.ends.keys() == world.drawn.keys()
-        assert world.ledger.free + len(world.cache.slots) == world.ledger.total
+        assert world.ledger.free + world.held_by_cache() == world.ledger.total
         world.cache.move_out()  # what a step that was not carried out has left to do
         world.check_sessions()
         assert not world.cache.slots.leaving()

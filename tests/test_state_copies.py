@@ -95,7 +95,9 @@ class TestAhead:
         wait_for(lambda: quiet(here))
         assert here.cache.moves.copies == {"beside": 3}
         assert [kept.key for kept in here.cache.slots.current()] == ["s3"], "and are in their slots no more"
+        assert here.cache.slots.held == here.ledger.used, "which are the cache's until a step begins"
         here.cache.move_out()
+        assert here.cache.slots.held == here.ledger.used == 1
         assert here.ledger.free == 7
         here.ledger.check_integrity()
         here.fill_slots()

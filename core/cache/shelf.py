@@ -121,6 +121,11 @@ class SlotShelf:
         """The states whose slots the coming step overwrites."""
         return list(self._leaving)
 
+    @property
+    def held(self) -> int:
+        """Slots that are the shelf's by the ledger: those that hold states, and the vacated ones."""
+        return len(self) + len(self._vacated)
+
     def __len__(self) -> int:
         """Slots that hold states."""
         return len(self._resident) + len(self._unwanted)
