@@ -21,7 +21,8 @@ from rwkv_lightning.core.random_checkpoint import SHAPES, ModelShape
 BATCHES = (1, 8, 64, 256, 960)
 NAMES = ("0.1b", "0.4b", "1.5b", "2.9b", "7.2b", "13.3b")
 DEVICE_SHARE = 0.9  # of a device's memory that weights and states may take; the rest is buffers and the system
-LAST = 3  # matrices that are needed where logits are wanted only: the last feed-forward's two and the head
+# The last layer's matrices that are needed for the last tokens of a prompt only, and so is the head.
+LAST = ("att.receptance", "att.g1", "att.g2", "att.output", "ffn.key", "ffn.value")
 KEPT_FLOAT32 = 4  # bytes of an element of the shift states
 
 
@@ -59,8 +60,8 @@ class Model:
     state_bytes: int = 2
 
     def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of every matrix that a token is multiplied with; the last feed-forward and the head last."""
-        return matrices_of(self.shape)
+        """(rows, columns) of every matrix that a token is multiplied with; those for the last tokens only come last."""
+        return [size for group in matrices_of(self.shape) for size in group]
 
     def weights(self) -> float:
         """Bytes that stay in memory: every parameter, the embedding included."""
@@ -98,18 +99,21 @@ class Model:
 
 
 @cache
-def matrices_of(shape: ModelShape) -> list[tuple[int, int]]:
+def matrices_of(shape: ModelShape) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Sizes of the matrices that every token needs, and of those that only the last tokens of a prompt need."""
     sizes = {name: size for name, size in shape.tensors().items() if len(size) == 2 and not name.endswith("r_k")}
-    head = sizes.pop("head.weight")
     del sizes["emb.weight"]
-    return [*((a, b) for a, b in sizes.values()), (head[0], head[1])]
+    late = tuple(f"blocks.{shape.n_layer - 1}.{name}" for name in LAST)
+    groups: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for name, (n, k) in sizes.items():
+        groups[name.startswith((*late, "head."))].append((n, k))
+    return groups
 
 
 @cache
 def grouped(shape: ModelShape) -> tuple[list[tuple[tuple[int, int], int]], ...]:
-    """How many matrices of each size there are, and of those needed for logits only."""
-    matrices = matrices_of(shape)
-    return tuple(list(Counter(part).items()) for part in (matrices[:-LAST], matrices[-LAST:]))
+    """How many matrices of each size there are in either group."""
+    return tuple(list(Counter(part).items()) for part in matrices_of(shape))
 
 
 def size_table() -> Iterator[str]:

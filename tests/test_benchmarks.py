@@ -48,7 +48,7 @@ class TestScaling:
     def test_every_matrix_is_counted_once(self) -> None:
         shape = SHAPES["0.1b"]
         matrices = Model(shape).matrices()
-        assert matrices[-1] == (65536, 768)
+        assert matrices.count((65536, 768)) == 1
         vectors = shape.parameters() - sum(n * k for n, k in matrices) - 65536 * 768
         assert 0 < vectors < 0.002 * shape.parameters()
 
@@ -59,11 +59,12 @@ class TestScaling:
         assert model.step(machine, 1) == pytest.approx((2 * elements + 2 * model.state()) / 100e9)
         assert model.step(machine, 960) == pytest.approx(960 * (2 * elements / 1e12 + 2 * model.state() / 100e9))
 
-    def test_a_prompt_needs_the_head_and_the_last_feed_forward_once(self) -> None:
+    def test_a_prompt_needs_the_head_and_most_of_the_last_layer_once(self) -> None:
         model = Model(SHAPES["0.1b"])
         machine = Machine("m", 1e12, 1e18, 1e12)
-        *body, key, value, head = model.matrices()
-        assert (key, value, head) == ((3072, 768), (768, 3072), (65536, 768))
+        body, late = model.matrices()[:-7], model.matrices()[-7:]
+        square, gate, feed = 768 * 768, 768 * 128, 3072 * 768
+        assert sum(n * k for n, k in late) == 2 * square + 2 * gate + 2 * feed + 65536 * 768
         expected = 512 / (2 * 512 * sum(n * k for n, k in body) / 1e12)
         assert model.prefill(machine, 512) == pytest.approx(expected, rel=0.01)
 

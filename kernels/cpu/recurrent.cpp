@@ -79,18 +79,26 @@ struct Moments {
   float mean, scale;  // scale = 1 / sqrt(variance + eps)
 };
 
+// The sum over x of term(x, sum so far), in four chains of additions: one would wait for itself.
+template <class Term>
+Vec total(const float* x, int64_t width, Term term) {
+  Vec chains[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) chains[c] = term(widen(x + i + c * kLanes), chains[c]);
+  for (; i + kLanes <= width; i += kLanes) chains[0] = term(widen(x + i), chains[0]);
+  return (chains[0] + chains[1]) + (chains[2] + chains[3]);
+}
+
 Moments moments(const float* x, int64_t width, float eps) {
-  Vec total = {}, squares = {};
-  for (int64_t i = 0; i < width; i += kLanes) total += load(x + i, width - i);
-  const float mean = sum(total) / float(width);
   const int64_t whole = width / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    const Vec d = load(x + i, kLanes) - mean;
-    squares = fused(d, d, squares);
-  }
-  float rest = 0;
-  for (int64_t i = whole; i < width; i++) rest += (x[i] - mean) * (x[i] - mean);
-  return {mean, 1.0f / std::sqrt((sum(squares) + rest) / float(width) + eps)};
+  float rest = 0, squares = 0;
+  for (int64_t i = whole; i < width; i++) rest += x[i];
+  const float mean = (sum(total(x, whole, [](Vec v, Vec so_far) { return so_far + v; })) + rest) / float(width);
+  for (int64_t i = whole; i < width; i++) squares += (x[i] - mean) * (x[i] - mean);
+  squares += sum(total(x, whole, [mean](Vec v, Vec so_far) { return fused(v - mean, v - mean, so_far); }));
+  return {mean, 1.0f / std::sqrt(squares / float(width) + eps)};
 }
 
 template <class T>
