@@ -46,9 +46,17 @@ class Ends:
     rows: Rows
     positions: torch.Tensor
 
+    @classmethod
+    def of(cls, chosen: Sequence[torch.Tensor], slots: torch.Tensor) -> Ends | None:
+        """What `choose` gave, on the model's device; None when every token is followed."""
+        if not chosen:
+            return None
+        tokens, offsets, positions = chosen
+        return cls(tokens, Rows(offsets, slots, len(tokens)), positions)
+
 
 def choose(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """The `tokens`, `rows.offsets` and `positions` of `Ends`, in host memory; none where choosing would not pay."""
+    """What `Ends.of` takes (`tokens`, `rows.offsets`, `positions`), in host memory; nothing where it would not pay."""
     begins, ends, wanted = batch.offsets[:-1].long(), batch.offsets[1:].long(), batch.logit_positions
     if len(batch.tokens) < len(ends) + LEAST_SAVED:
         return ()

@@ -100,13 +100,10 @@ class RWKV7:
             logits = self._steps(batch.tokens, batch.slots, pool)
             if logits is not None:
                 return logits
-        given = batch.tokens, batch.offsets, batch.slots, batch.logit_positions, *choose(batch)
-        tokens, offsets, slots, positions, *chosen = upload(given, self.device)
-        rows, ends = Rows(offsets.contiguous(), slots.contiguous(), len(tokens)), None
-        if chosen:
-            kept, bounds, at = chosen
-            ends = Ends(kept, Rows(bounds, rows.slots, len(kept)), at)
-        return self.run(tokens, rows, positions, pool, self._workspace, ends)
+        given = batch.tokens, batch.offsets, batch.slots, batch.logit_positions
+        tokens, offsets, slots, positions, *chosen = upload((*given, *choose(batch)), self.device)
+        rows = Rows(offsets.contiguous(), slots.contiguous(), len(tokens))
+        return self.run(tokens, rows, positions, pool, self._workspace, Ends.of(chosen, rows.slots))
 
     def run(
         self,

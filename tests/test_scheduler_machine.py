@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, get_args
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,6 +19,9 @@ from rwkv_lightning.core.scheduler import Sequence, Step
 
 PROMPTS = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(tuple)
 DRAWS = st.lists(st.sampled_from([1, 1, 1, 1, 2, 3, 6, END, STOP, CUT, NAN]), min_size=1, max_size=16)
+
+Moment = Literal["between steps", "in a planned step", "while steps run"]
+COPIES: st.SearchStrategy[Moment] = st.sampled_from(get_args(Moment))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -83,18 +89,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.sessions.pop(SessionKey(session), None)
         assert self.world.cache.find(SessionKey(session)) is None
 
-    @rule(session=st.sampled_from("abc"), in_a_step=st.booleans(), draws=DRAWS)
-    def copy_out(self, session: str, in_a_step: bool, draws: list[int]) -> None:
-        """As the writer does, at any moment: also while a step is planned that overwrites the state's slot."""
-        step = self.world.plan() if in_a_step else None
+    @rule(session=st.sampled_from("abc"), at=COPIES, draws=DRAWS)
+    def copy_out(self, session: str, at: Moment, draws: list[int]) -> None:
+        """As the writer does."""
         kept = self.world.cache.find(SessionKey(session))
-        if kept is not None:
+        if kept is None:
+            return
+        seen = self.world.sessions[SessionKey(session)]
+
+        def copy() -> None:
             record = self.world.cache.record_of(kept)
-            assert record is not None
-            assert tuple(record.snapshot) + record.tail == self.world.sessions[SessionKey(session)]  # type: ignore[arg-type]
-            self.world.cache.close(kept)
+            assert tuple(record.snapshot) + record.tail == seen  # type: ignore[arg-type]
+
+        self.beside_steps(copy, at, draws)
+        self.world.cache.close(kept)
+
+    @rule(times=st.integers(1, 3), at=COPIES, draws=DRAWS)
+    def copy_ahead(self, times: int, at: Moment, draws: list[int]) -> None:
+        """As the copier does."""
+        for _ in range(times):
+            self.beside_steps(self.world.cache.moves.copy_ahead, at, draws)
+
+    def beside_steps(self, copy: Callable[[], object], at: Moment, draws: list[int]) -> None:
+        """Copy states out of slots at any moment: also while a step is planned that overwrites one of them."""
+        world, pick = self.world, picker(draws)
+        if at == "while steps run":
+            world.runner.during_export = lambda: world.turns(2, pick)
+        step = world.plan() if at == "in a planned step" else None
+        copy()
+        world.runner.during_export = None
         if step is not None:
-            self.world.update(step, self.world.run(step, picker(draws)))
+            world.update(step, world.run(step, pick))
 
     def new_name(self) -> str:
         self.names.append(f"r{len(self.names)}")

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+WARM_UP = 16  # tokens, as llama.cpp's batched-bench reads before it times anything
+
 
 class Peer(Protocol):
     """A loaded contender. `greedy` may raise `Unable`."""
@@ -16,7 +18,7 @@ class Peer(Protocol):
         """Tokens per second of `rows` sequences, one token each per step, measured for about `seconds`."""
 
     def prefill(self, tokens: int) -> float:
-        """Prompt tokens per second of one prompt."""
+        """Prompt tokens per second of one prompt, after a short one of `WARM_UP` tokens that is not timed."""
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The `count` likeliest tokens after a prompt, one after the other."""

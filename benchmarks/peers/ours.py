@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.peers import WARM_UP
 from rwkv_lightning.core import bench_loop
 from rwkv_lightning.core.config import Settings
 from rwkv_lightning.core.interfaces import Batch
@@ -82,6 +83,7 @@ class Peer:
         return rows * steps / (time.perf_counter() - begun)
 
     def prefill(self, tokens: int) -> float:
+        bench_loop.prefill_rate(self.model, WARM_UP, next(SEEDS))
         return bench_loop.prefill_rate(self.model, tokens, next(SEEDS))
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:

@@ -42,7 +42,7 @@ class Moves:
         self._host = host
         self._export = export
         self._ledger: SlotLedger | None = None  # known once a state is in one of its slots
-        self.copier = Copier(self._copy_ahead)
+        self.copier = Copier(self.copy_ahead)
 
     def close(self) -> None:
         """Copy nothing ahead any more."""
@@ -120,7 +120,7 @@ class Moves:
 
     # --- the copier, the writer thread, and who exports ---
 
-    def _copy_ahead(self) -> bool:
+    def copy_ahead(self) -> bool:
         """Copy the state that needs it first out of its slot; False when enough slots can be taken as they are."""
         with self._lock:
             kept = self._next_to_copy()

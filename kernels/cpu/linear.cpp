@@ -62,7 +62,7 @@ inline void stream(float* to, Floats v) { store(to, v, kLanes); }
 inline void stream_end() {}
 #endif
 
-// Activates and stores a tile's sums. Not inlined: the tile's registers are for its loop.
+// Activates and stores any tile's sums. Not inlined: the tile's registers are for its loop.
 __attribute__((noinline)) void finish(const LinearTask& task, const Floats* sums, int64_t row, int64_t column, int rows,
                                       int vectors) {
   const bool streamed = streams(task);
@@ -74,6 +74,31 @@ __attribute__((noinline)) void finish(const LinearTask& task, const Floats* sums
       else if (streamed && count >= kLanes) stream((float*)task.y + at, value);
       else store((float*)task.y + at, value, count);
     }
+}
+
+// Where a tile's rows are whole lines of the result, they are stored from the registers.
+inline bool is_whole(const LinearTask& task, int64_t column, int vectors) {
+  return vectors == kVectors && task.columns - column >= kPanel && task.activation <= kRelu2;
+}
+
+template <int R, int N, class Element, class Store>
+inline void finish_whole(const LinearTask& task, const Floats (&sum)[R][N], int64_t row, int64_t column, Store put) {
+  const bool squared = task.activation == kRelu2;
+  Element* y = (Element*)task.y + row * task.y_stride + column;
+#pragma GCC unroll 16
+  for (int i = 0; i < R; i++, y += task.y_stride)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) put(y + j * kLanes, squared ? relu2(sum[i][j]) : sum[i][j]);
+}
+
+template <int R, int N>
+inline void finish_whole(const LinearTask& task, const Floats (&sum)[R][N], int64_t row, int64_t column) {
+  const auto narrow = [](uint16_t* y, Floats v) { store(y, to_bfloat16(v), kLanes); };
+  const auto plain = [](float* y, Floats v) { store(y, v, kLanes); };
+  const auto past_caches = [](float* y, Floats v) { stream(y, v); };
+  if (task.y_type == kBfloat16) finish_whole<R, N, uint16_t>(task, sum, row, column, narrow);
+  else if (streams(task)) finish_whole<R, N, float>(task, sum, row, column, past_caches);
+  else finish_whole<R, N, float>(task, sum, row, column, plain);
 }
 
 template <class T, int R, int N>
@@ -108,6 +133,7 @@ void tile(const LinearTask& task, const char* weight, int64_t row, int64_t colum
       for (int j = 0; j < N; j++)
         sum[i][j] = T::step(sum[i][j], *(const Weight*)(weight + j * sizeof(Weight)), T::last(last + i * stride));
   }
+  if (is_whole(task, column, N)) return finish_whole(task, sum, row, column);
   Floats finished[R * N];
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)

@@ -193,7 +193,14 @@ inline void stream_end() {
 #endif
 }
 
+// A row's sums from those of its planes.
+template <int PLANES>
+inline Floats whole(const Floats* sums) {
+  return PLANES == 2 ? sums[0] * 256.0f + sums[kVectors] : sums[0];
+}
+
 // Scales, activates and stores the sums of `rows` rows.
+template <int PLANES>
 void finish(const QuantisedTask& task, const Floats* sums, const float* scales, int64_t row, int64_t column,
             int64_t rows) {
   const bool streamed = streams(task);
@@ -201,12 +208,30 @@ void finish(const QuantisedTask& task, const Floats* sums, const float* scales, 
     for (int j = 0; j < kVectors; j++) {
       const int64_t first = column + j * kLanes, count = task.columns - first, at = (row + i) * task.y_stride + first;
       if (count <= 0) break;
-      const Floats* from = sums + i * task.planes * kVectors + j;
-      const Floats whole = task.planes == 2 ? from[0] * 256.0f + from[kVectors] : from[0];
-      const Floats value = activate(whole * scales[row + i], task.activation);
+      const Floats value = activate(whole<PLANES>(sums + i * PLANES * kVectors + j) * scales[row + i], task.activation);
       if (task.y_type == kBfloat16) store((uint16_t*)task.y + at, to_bfloat16(value), count);
       else store_floats((float*)task.y + at, value, count, streamed);
     }
+}
+
+// The same for the most frequent tiles: whole lines of a bf16 result, with an activation that is quickly done.
+template <int PLANES, bool SQUARED>
+void finish_lines(const QuantisedTask& task, const Floats* sums, const float* scales, int64_t row, int64_t column,
+                  int64_t rows) {
+  uint16_t* y = (uint16_t*)task.y + row * task.y_stride + column;
+  for (int64_t i = 0; i < rows; i++, y += task.y_stride, sums += PLANES * kVectors)
+    for (int j = 0; j < kVectors; j++) {
+      const Floats value = whole<PLANES>(sums + j) * scales[row + i];
+      store(y + j * kLanes, to_bfloat16(SQUARED ? relu2(value) : value), kLanes);
+    }
+}
+
+using Finish = void (*)(const QuantisedTask&, const Floats*, const float*, int64_t, int64_t, int64_t);
+
+template <int PLANES>
+Finish finish_of(const QuantisedTask& task, int64_t column) {
+  if (task.y_type != kBfloat16 || task.columns - column < kPanel || task.activation > kRelu2) return finish<PLANES>;
+  return task.activation == kRelu2 ? finish_lines<PLANES, true> : finish_lines<PLANES, false>;
 }
 
 // The work of one product, cut into units: unit u is row block u % blocks of panel u / blocks.
@@ -235,7 +260,8 @@ void run_unit(const QuantisedTask& task, const Plan& plan, const Rows& rows, int
   Floats sums[kRows * kVectors];
   run((const char*)task.weight + panel * plan.shape.panel_bytes, rows.data + row * task.planes * rows.words, plan.shape,
       prefetch, sums);
-  finish(task, sums, rows.scales, row, panel * kPanel, count);
+  const Finish done = task.planes == 2 ? finish_of<2>(task, panel * kPanel) : finish_of<1>(task, panel * kPanel);
+  done(task, sums, rows.scales, row, panel * kPanel, count);
 }
 
 // One thread's part: the units whose first multiply-add lies in [from, to) of all the tasks' work laid end to end.
