@@ -88,7 +88,6 @@ class FakeRunner:
         self.captured: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.fed = 0  # tokens in all
         self.steps_of: Counter[str] = Counter()  # decode steps by request
-        self.during_export: Callable[[], None] | None = None  # what happens while the next state is copied out
 
     def run(self, step: Step, pick: Callable[[Row], int]) -> list[Sampled]:
         self._move_states(step)
@@ -155,14 +154,6 @@ class FakeRunner:
             for row in followers:
                 row.snapshot = self.states[source]
 
-    def export(self, slot: int) -> Seen:
-        seen = self.states[slot]
-        during, self.during_export = self.during_export, None
-        if during is not None:
-            during()
-            assert self.states[slot] == seen, "a slot was written to while it was copied"
-        return Seen(seen)
-
     def _expected(self, row: Row) -> History:
         """Everything a row's state must have seen before its next token is drawn."""
         return self.initial[row.request.id, row.row] + row.prompt[row.cached :] + tuple(row.generated)
@@ -180,7 +171,7 @@ class World:
         self.ledger = SlotLedger(slots, reclaim=lambda: self.cache.reclaim())
         self.runner = FakeRunner(self.ledger)
         config = CacheConfig(l1, l2 * Seen.nbytes, 0, 1.0, False)
-        self.cache = StateCache(config, Expected("model"), None, self.runner.export, lambda tokens: "")  # type: ignore[arg-type]
+        self.cache = StateCache(config, Expected("model"), None, self.export, lambda tokens: "")  # type: ignore[arg-type]
         self.cache.moves.close()  # no copies but those that a test asks for: the same calls give the same course
         self.scheduler = Scheduler(self.ledger, keeper=self.keep, **options)  # type: ignore[arg-type]
         self.sessions: dict[SessionKey, History] = {}  # everything each session's last turn has seen
@@ -193,6 +184,16 @@ class World:
         self.first_token: dict[str, int] = {}  # request -> step of its first token
         self.last_fed: dict[str, int] = {}
         self.now = 0
+        self.during_copy: Callable[[], None] | None = None  # what happens while the next state is copied out
+
+    def export(self, slot: int) -> Seen:
+        seen = self.runner.states[slot]
+        beside = not self.cache.lock._is_owned()  # type: ignore[attr-defined]  # else a step waits for the copy
+        if beside and self.during_copy is not None:
+            during, self.during_copy = self.during_copy, None
+            during()
+            assert self.runner.states[slot] == seen, "a slot was written to while it was copied"
+        return Seen(seen)
 
     def add(
         self,

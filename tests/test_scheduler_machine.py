@@ -114,10 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Copy states out of slots at any moment: also while a step is planned that overwrites one of them."""
         world, pick = self.world, picker(draws)
         if at == "while steps run":
-            world.runner.during_export = lambda: world.turns(2, pick)
+            world.during_copy = lambda: world.turns(2, pick)
         step = world.plan() if at == "in a planned step" else None
         copy()
-        world.runner.during_export = None
+        world.during_copy = None
         if step is not None:
             world.update(step, world.run(step, pick))
 
