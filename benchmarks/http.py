@@ -13,6 +13,7 @@ import json
 import socket
 import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from benchmarks.common import (
     positive,
     progress,
     require_test_extra,
+    share_of_the_loop,
 )
 from rwkv_lightning.core.random_checkpoint import SHAPES
 from rwkv_lightning.plugins.routes.defaults import OPENAI_CHAT
@@ -70,19 +72,15 @@ async def stream_rate(server: ServerProcess, rows: int, seconds: float) -> float
     return (after - before) / (ended - begun)
 
 
-def share_of_the_loop(server: ServerProcess, loop: EngineLoop, rounds: int, seconds: float) -> None:
-    """Each round: the loop, the streams, the loop again."""
-    shares = []
-    for number in range(rounds):
-        progress(f"{loop.rows} streams against the loop, round {number + 1}/{rounds}")
-        before = loop.rate_for(seconds / 2)
-        streams = asyncio.run(stream_rate(server, loop.rows, seconds))
+def streams_and_loop(server: ServerProcess, loop: EngineLoop, rounds: int, seconds: float) -> None:
+    def streams() -> float:
+        rate = asyncio.run(stream_rate(server, loop.rows, seconds))
         server.wait_idle(60)
-        ours = statistics.mean([before, loop.rate_for(seconds / 2)])
-        shares.append((streams / ours, streams, ours))
-    progress("")
-    share, streams, ours = sorted(shares)[len(shares) // 2]
-    print(f"| {loop.rows} chat streams: {streams:.0f}, loop {ours:.0f} tokens/s | {share:.2f} of the loop |")
+        return rate
+
+    own = partial(loop.rate_for, seconds / 2)
+    share, rate, ours = share_of_the_loop(f"{loop.rows} streams", rounds, streams, own)
+    print(f"| {loop.rows} chat streams: {rate:.0f}, loop {ours:.0f} tokens/s | {share:.2f} of the loop |")
 
 
 def one_chat(connection: socket.socket, stream: bool) -> float:
@@ -127,7 +125,7 @@ def main() -> None:
     )
     threads = ("--threads", str(options.threads))
     with ServerProcess("--model-path", str(path), "--state-store", "none", *threads) as server:
-        share_of_the_loop(server, loop, options.rounds, options.seconds)
+        streams_and_loop(server, loop, options.rounds, options.seconds)
     with ServerProcess("--state-store", "none", *threads) as server:
         for kind, stream in (("whole", False), ("streamed", True)):
             extra = beyond_the_steps(server, options.chats, stream)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.common import (
@@ -28,6 +29,7 @@ from benchmarks.common import (
     positive,
     progress,
     require_test_extra,
+    share_of_the_loop,
 )
 from rwkv_lightning.core.random_checkpoint import SHAPES
 
@@ -75,15 +77,9 @@ def http_rate(server: ServerProcess, rows: int, seconds: float) -> float:
     return (after - before) / (ended - begun)
 
 
-def share_of_the_loop(server: ServerProcess, loop: EngineLoop, rounds: int, seconds: float) -> None:
-    shares = []
-    for number in range(rounds):
-        progress(f"big batch against the loop, round {number + 1}/{rounds}")
-        ours = loop.rate(4)
-        http = http_rate(server, loop.rows, seconds)
-        ours = statistics.mean([ours, loop.rate(4)])
-        shares.append((http / ours, http, ours))
-    share, http, ours = sorted(shares)[len(shares) // 2]
+def batch_and_loop(server: ServerProcess, loop: EngineLoop, rounds: int, seconds: float) -> None:
+    batch = partial(http_rate, server, loop.rows, seconds)
+    share, http, ours = share_of_the_loop("big batch", rounds, batch, partial(loop.rate, 4))
     print(f"| big batch, {loop.rows} rows: HTTP {http:.0f}, loop {ours:.0f} tokens/s | {share:.2f} of the loop |")
 
 
@@ -177,7 +173,7 @@ def main() -> None:
     loop = EngineLoop(load(path, threads=options.threads), options.rows)
     with ServerProcess("--model-path", str(path), "--threads", str(options.threads)) as server:
         print("| what | figure |\n|---|---|")
-        share_of_the_loop(server, loop, options.rounds, options.seconds)
+        batch_and_loop(server, loop, options.rounds, options.seconds)
         chat_beside_a_batch(server, options.rows, options.chats)
         slow_reader(server, options.rounds)
         answers_after_resets(server)

@@ -132,6 +132,11 @@ class Engine:
         """Accept no further requests; the present ones go on."""
         self._draining = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return bool(self._tickets)
+
     def cut(self) -> None:
         """Refuse new requests and end the present ones, telling their clients why."""
         self.drain()
@@ -262,7 +267,7 @@ class Engine:
     def _drain_inbox(self) -> bool:
         """Carry out what the event loop asked for; waits when there is nothing to run. False ends the thread."""
         if self.scheduler.idle and self._inbox.empty():
-            self.scheduler.check_integrity()
+            self._check_integrity()
         while not self._inbox.empty() or self.scheduler.idle:
             command = self._inbox.get()
             if command is None:
@@ -270,6 +275,12 @@ class Engine:
             self._emit(command())
             self._add_released()
         return True
+
+    def _check_integrity(self) -> None:
+        """Raises LedgerMismatch unless every slot is free or the cache's; call when idle."""
+        self.scheduler.check_integrity()
+        if self.states is not None:
+            self.states.cache.check_integrity(self.scheduler.ledger)
 
     def _add(self, request: GenerationRequest) -> list[Event]:
         if self.states is not None and self.states.hold(request):

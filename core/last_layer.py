@@ -4,7 +4,8 @@ Nothing follows the last layer but logits, and what the next step finds in the s
 takes every token's keys, values, decays and learning rates; but receptances, gates and outputs serve only the tokens
 after which logits are wanted, the last one of each row (its channel mixing leaves the token shift behind) and the one
 before each logit (its token shift). In a prompt of 512 tokens these are 2. Each of them goes through the operations
-that it goes through otherwise.
+that it goes through otherwise, unless an operator goes by the number of its rows (gemlite's `activations = auto`: few
+rows keep 16 bits).
 """
 
 from __future__ import annotations

@@ -74,11 +74,17 @@ def make(path: Path, shape: str | ModelShape, seed: int = 0, dtype: torch.dtype 
 
 
 def kept(shape: str) -> Path:
-    """The random checkpoint of a named shape, made once per user and kept in the cache folder."""
+    """The random checkpoint of a named shape, made once per user and kept in the cache folder.
+
+    One with fewer rows than the World vocabulary has a vocabulary of single bytes beside it.
+    """
     path = cache_dir() / "benchmarks" / f"random-{shape}.pth"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.stem}-{os.getpid()}.pth")  # another process may make it too
+        if SHAPES[shape].vocab_size < WORLD_ROWS:
+            lines = (f"{byte + 1} {bytes([byte])!r} 1\n" for byte in range(256))
+            path.with_suffix(".vocab.txt").write_text("".join(lines))
         os.replace(make(part, shape, seed=1), path)
     return path
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DRAIN_POLL_SECONDS = 0.05
 GOODBYE_SECONDS = 2  # for the last events of streams that were cut
 
 
@@ -35,6 +36,7 @@ def serve(settings: Settings) -> None:
     """Run the server; returns after a clean shutdown. Raises StartError before the port is opened."""
     configure_logging(settings.log_level)
     set_threads(settings.threads)
+    bind(settings.host, settings.port).close()  # before anything is loaded or opened
     context = build_context(settings)
     app = build_app(context)
     listener = bind(settings.host, settings.port)
@@ -65,6 +67,8 @@ class Server(uvicorn.Server):
         for engine in engines:
             engine.drain()
             loop.call_later(self._context.settings.drain_timeout, engine.cut)
+        while any(engine.busy for engine in engines) and not self.force_exit:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)  # the port stays open meanwhile, so that new requests are told why
         await super().shutdown(sockets)
 
 

@@ -244,7 +244,7 @@ class World:
 
     def held_by_cache(self) -> int:
         """Slots that the ledger has in the cache's name."""
-        return self.cache.slots.held
+        return self.cache.slots.slots_held
 
     def numbers(self, snapshot: object) -> History:
         """What a state has seen, wherever it is."""

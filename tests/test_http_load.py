@@ -131,6 +131,16 @@ def test_a_reader_that_stops_reading_holds_up_only_itself(server: ServerProcess)
     server.wait_idle()
 
 
+def until_refused(server: ServerProcess) -> httpx.Response:
+    """The first answer that a draining server gives to a new request, on a connection of its own."""
+    body = {"contents": ["A"], "max_tokens": 1, "stop_tokens": []}
+    for _ in range(200):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        if answer.status_code != 200:
+            return answer
+    raise AssertionError("the server never drained")
+
+
 def test_shutdown_with_live_streams_is_clean() -> None:
     with ServerProcess("--drain-timeout", "1") as server:
         connection = connect(server)
@@ -138,10 +148,13 @@ def test_shutdown_with_live_streams_is_clean() -> None:
         assert connection.recv(15).startswith(b"HTTP/1.1 200")
         stopper = threading.Thread(target=server.process.terminate)
         stopper.start()
+        refused = until_refused(server)
         pieces = [connection.recv(65536)]
         while pieces[-1]:
             pieces.append(connection.recv(65536))
         stopper.join()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "shutting down" in refused.text
         assert b"shutting down" in b"".join(pieces)
         assert b"data: [DONE]" in b"".join(pieces)
         assert server.process.wait(20) == 0

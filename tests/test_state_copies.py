@@ -20,6 +20,7 @@ from rwkv_lightning.core.cache.kept import Kept
 from rwkv_lightning.core.cache.keys import SessionKey
 from rwkv_lightning.core.cache.sessions import Deletion, Level
 from rwkv_lightning.core.cache.shelf import SlotShelf
+from rwkv_lightning.core.ledger import LedgerMismatch
 from rwkv_lightning.core.slots import Snapshot
 
 NEVER = 60.0  # seconds of a flush interval: the writer copies nothing in the time of a test
@@ -59,6 +60,17 @@ def quiet(here: World) -> bool:
         return done and not any(kept.copying for kept in here.cache.slots.current())
 
 
+def fail_once(here: Any) -> None:
+    """The next copy out of a slot finds no memory."""
+    export = here.cache.moves._export
+
+    def fails(slot: int) -> Snapshot:
+        here.cache.moves._export = export
+        raise MemoryError
+
+    here.cache.moves._export = fails
+
+
 class TestAhead:
     @pytest.mark.parametrize("store", [None, MemoryStore])
     async def test_a_step_that_needs_slots_copies_nothing(self, world: Any, store: Any) -> None:
@@ -95,9 +107,14 @@ class TestAhead:
         wait_for(lambda: quiet(here))
         assert here.cache.moves.copies == {"beside": 3}
         assert [kept.key for kept in here.cache.slots.current()] == ["s3"], "and are in their slots no more"
-        assert here.cache.slots.held == here.ledger.used, "which are the cache's until a step begins"
+        assert here.cache.slots.slots_held == here.ledger.used, "which are the cache's until a step begins"
         here.cache.move_out()
-        assert here.cache.slots.held == here.ledger.used == 1
+        assert here.cache.slots.slots_held == here.ledger.used == 1
+        here.cache.check_integrity(here.ledger)
+        here.acquire("row")
+        with pytest.raises(LedgerMismatch, match="2 slots are held by the ledger and 1 by the cache"):
+            here.cache.check_integrity(here.ledger)
+        here.ledger.release(next(slot for slot, owner in here.ledger.held() if owner == "row"))
         assert here.ledger.free == 7
         here.ledger.check_integrity()
         here.fill_slots()
@@ -177,13 +194,7 @@ class TestAhead:
 
     async def test_a_copy_that_fails_is_made_in_the_step(self, world: Any, caplog: pytest.LogCaptureFixture) -> None:
         here = world(None, slots=1, l1=1)
-        export = here.cache.moves._export
-
-        def fails_once(slot: int) -> Snapshot:
-            here.cache.moves._export = export
-            raise MemoryError
-
-        here.cache.moves._export = fails_once
+        fail_once(here)
         here.finish(A, 1)
         wait_for(lambda: "could not be copied ahead" in caplog.text)
         take_slots(here, 1)
@@ -194,13 +205,7 @@ class TestAhead:
         store = MemoryStore()
         here = world(store, slots=4, l1=4)
         here.cache.moves.copier.close()
-        export = here.cache.moves._export
-
-        def fails_once(slot: int) -> Snapshot:
-            here.cache.moves._export = export
-            raise MemoryError
-
-        here.cache.moves._export = fails_once
+        fail_once(here)
         here.finish(A, 3)
         here.finish(B, 4)
         here.wait_stored()

@@ -39,6 +39,7 @@ from rwkv_lightning.core.cache.watch import StoreWatch
 from rwkv_lightning.core.cache.writer import Writer
 from rwkv_lightning.core.errors import StateError
 from rwkv_lightning.core.interfaces import StateStore, StoredState
+from rwkv_lightning.core.ledger import LedgerMismatch
 
 if TYPE_CHECKING:
     from rwkv_lightning.core.cache.final import Final
@@ -141,6 +142,13 @@ class StateCache:
     def move_out(self) -> None:
         """Copy the states whose slots the coming step overwrites; call after `schedule` and before the step runs."""
         self.moves.move_out()
+
+    def check_integrity(self, ledger: SlotLedger) -> None:
+        """Raises LedgerMismatch unless the cache holds every slot that the ledger gives to somebody, as when idle."""
+        with self.lock:
+            held = self.slots.slots_held
+        if held != ledger.used:
+            raise LedgerMismatch(f"no row is left, {ledger.used} slots are held by the ledger and {held} by the cache")
 
     # --- the writer thread, and who exports ---
 

@@ -122,8 +122,8 @@ class SlotShelf:
         return list(self._leaving)
 
     @property
-    def held(self) -> int:
-        """Slots that are the shelf's by the ledger: those that hold states, and the vacated ones."""
+    def slots_held(self) -> int:
+        """How many slots are the shelf's by the ledger: those that hold states, and the vacated ones."""
         return len(self) + len(self._vacated)
 
     def __len__(self) -> int:

@@ -23,7 +23,17 @@ import platformdirs
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wall")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wno-psabi",
+)
 BUILD_TIMEOUT = 300.0  # seconds
 
 

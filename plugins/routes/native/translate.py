@@ -69,7 +69,10 @@ async def batch_translate(call: Annotated[Call, Depends(read_open_call)]) -> Res
     texts = [clean(text) for text in body.text_list]
     translated = await translate(call, body, [i for i, text in enumerate(texts) if text], texts, sources)
     answers = [
-        {"detected_source_lang": source, "text": keep_placeholders(text, translated.get(i, text), body.placeholders)}
+        {
+            "detected_source_lang": source,
+            "text": keep_placeholders(text, translated[i], body.placeholders) if i in translated else body.text_list[i],
+        }
         for i, (text, source) in enumerate(zip(texts, sources, strict=True))
     ]
     return JSONResponse({"translations": answers}, headers=ignored_fields(call.body, TranslateBody.model_fields))
