@@ -60,6 +60,8 @@ def big_batch(server: ServerProcess, rows: int) -> Iterator[None]:
     reader = threading.Thread(target=read)
     reader.start()
     while server.metric("num_requests_running") < rows or server.metric("time_to_first_token_seconds_count") < 1:
+        if not reader.is_alive():
+            raise SystemExit(f"the batch of {rows} rows ended before it could be measured: choose a larger --shape")
         time.sleep(0.2)
     time.sleep(1)  # every prompt is read by now
     yield
