@@ -67,7 +67,8 @@ class Server(uvicorn.Server):
         for engine in engines:
             engine.drain()
             loop.call_later(self._context.settings.drain_timeout, engine.cut)
-        while any(engine.busy for engine in engines) and not self.force_exit:
+        latest = loop.time() + self._context.settings.drain_timeout + GOODBYE_SECONDS  # a step may hang
+        while any(engine.busy for engine in engines) and loop.time() < latest and not self.force_exit:
             await asyncio.sleep(DRAIN_POLL_SECONDS)  # the port stays open meanwhile, so that new requests are told why
         await super().shutdown(sockets)
 
